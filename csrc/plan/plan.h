@@ -1,0 +1,53 @@
+// The work plan of ragged_prefill: one int32 buffer, a header and then the items in the order in which they start.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/rules.h"
+
+namespace mla_prefill::plan {
+
+struct Header {
+  int32_t version;
+  int32_t num_items;
+  int32_t capacity;  // items that the buffer holds
+  int32_t batch;
+  int32_t num_heads;
+  int32_t causal;
+  int32_t tile_q;
+  int32_t tile_kv;
+  int32_t reserved[8];
+};
+
+constexpr int32_t kVersion = 1;
+constexpr int64_t kHeaderInts = sizeof(Header) / sizeof(int32_t);
+constexpr int64_t kItemInts = sizeof(WorkItem) / sizeof(int32_t);
+static_assert(kHeaderInts == 16 && kItemInts == 8, "the plan's layout is part of the ops' contract");
+
+struct Problem {
+  const int32_t* cu_seqlens_q = nullptr;  // [batch + 1]
+  const int32_t* cu_seqlens_k = nullptr;  // [batch + 1]
+  int32_t batch = 0;
+  int32_t num_heads = 0;
+  bool causal = false;
+  int64_t bytes_per_key = 0;  // of K and V, per head
+};
+
+// An upper bound on the number of items for any backend, known without reading cu_seqlens.
+int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t num_heads);
+
+// The work list, longest first. Linear in the number of sequences plus items.
+std::vector<WorkItem> make_items(const Config& config, const Problem& problem);
+
+// Writes header and items into a buffer of kHeaderInts + kItemInts * capacity ints.
+// Returns an empty string, or why it can't.
+std::string write(const Config& config, const Problem& problem, int32_t* buffer, int64_t capacity);
+
+// Empty if the buffer of `size` ints is a plan for exactly this problem, otherwise what differs.
+std::string check(const Config& config, const Problem& problem, const int32_t* buffer, int64_t size);
+
+inline const WorkItem* items(const int32_t* buffer) { return reinterpret_cast<const WorkItem*>(buffer + kHeaderInts); }
+
+}  // namespace mla_prefill::plan

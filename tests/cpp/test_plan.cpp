@@ -1,0 +1,127 @@
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "plan/plan.h"
+
+namespace plan = mla_prefill::plan;
+
+namespace {
+
+std::vector<int32_t> cumulative(const std::vector<int32_t>& lengths, int32_t first = 0) {
+  std::vector<int32_t> cu = {first};
+  for (const int32_t length : lengths) cu.push_back(cu.back() + length);
+  return cu;
+}
+
+struct Batch {
+  std::vector<int32_t> cu_q, cu_k;
+  plan::Problem problem;
+
+  Batch(const std::vector<int32_t>& len_q, const std::vector<int32_t>& len_k, int32_t num_heads, bool causal)
+      : cu_q(cumulative(len_q, 3)), cu_k(cumulative(len_k, 5)) {
+    problem = {cu_q.data(), cu_k.data(), (int32_t)len_q.size(), num_heads, causal, 640};
+  }
+  Batch(const Batch&) = delete;
+};
+
+void test_rules() {
+  CHECK(plan::visible_keys(true, 2, 5, 1) == 4);  // bottom-right: row 0 of 2 sees 4 of 5 keys
+  CHECK(plan::visible_keys(true, 2, 5, 2) == 5);
+  CHECK(plan::visible_keys(true, 5, 2, 3) == 0);  // len_q > len_k: the first rows see none
+  CHECK(plan::visible_keys(false, 5, 2, 1) == 2);
+  int32_t last = -1;
+  for (int64_t tiles = 0; tiles < 100000; ++tiles) {
+    const int32_t rank = plan::length_rank(tiles);
+    CHECK(rank == last || rank == last + 1);
+    last = rank;
+  }
+  CHECK(plan::length_rank(INT32_MAX) < plan::kNumRanks);
+}
+
+// Every (sequence, row, head) exactly once, with exactly the keys that its tile sees; longest first.
+void test_covers(const Batch& batch, const plan::Config& config) {
+  const plan::Problem& p = batch.problem;
+  const std::vector<plan::WorkItem> items = plan::make_items(config, p);
+  std::vector<int> seen((size_t)(batch.cu_q.back() - batch.cu_q[0]) * p.num_heads);
+  int32_t last_rank = plan::kNumRanks;
+  for (const plan::WorkItem& item : items) {
+    const int32_t len_q = batch.cu_q[item.seq + 1] - batch.cu_q[item.seq];
+    const int32_t len_k = batch.cu_k[item.seq + 1] - batch.cu_k[item.seq];
+    CHECK(item.q_rows > 0 && item.q_begin % config.tile_q == 0 && item.q_begin + item.q_rows <= len_q);
+    CHECK(item.head_count > 0 && item.head_begin + item.head_count <= p.num_heads);
+    CHECK(item.kv_begin == 0 && item.kv_end == plan::visible_keys(p.causal, len_q, len_k, item.q_begin + item.q_rows));
+    CHECK(item.split_slot == -1);
+    const int32_t rank = plan::length_rank(plan::ceil_div(len_k, config.tile_kv));
+    CHECK(rank <= last_rank);
+    last_rank = rank;
+    for (int32_t row = item.q_begin; row < item.q_begin + item.q_rows; ++row) {
+      for (int32_t head = item.head_begin; head < item.head_begin + item.head_count; ++head) {
+        ++seen[(size_t)(batch.cu_q[item.seq] - batch.cu_q[0] + row) * p.num_heads + head];
+      }
+    }
+  }
+  CHECK(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }));
+  CHECK((int64_t)items.size() <= plan::max_items(batch.cu_q.back() - batch.cu_q[0], p.batch, p.num_heads));
+}
+
+void test_random() {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    const int batch = random() % 9;
+    std::vector<int32_t> len_q, len_k;
+    for (int b = 0; b < batch; ++b) {
+      len_q.push_back(random() % 4 == 0 ? 0 : random() % 600);
+      len_k.push_back(random() % 4 == 0 ? 0 : random() % 3000);
+    }
+    plan::Config config;
+    config.tile_q = 64 << random() % 3;
+    config.group_bytes = 1 << (14 + random() % 12);
+    test_covers(Batch(len_q, len_k, 1 + random() % 20, random() % 2), config);
+  }
+}
+
+void test_write_and_check() {
+  const plan::Config config;
+  const Batch batch({100, 0, 300}, {500, 10, 300}, 4, true);
+  const int64_t capacity = plan::max_items(400, 3, 4);
+  std::vector<int32_t> buffer(plan::kHeaderInts + plan::kItemInts * capacity);
+  const int64_t size = (int64_t)buffer.size();
+  CHECK(plan::write(config, batch.problem, buffer.data(), capacity).empty());
+  CHECK(plan::check(config, batch.problem, buffer.data(), size).empty());
+
+  const auto refused = [&](const plan::Problem& problem, const char* what) {
+    return plan::check(config, problem, buffer.data(), size).find(what) != std::string::npos;
+  };
+  CHECK(refused(Batch({100, 0, 301}, {500, 10, 300}, 4, true).problem, "made for these cu_seqlens"));
+  CHECK(refused(Batch({100, 0, 300}, {501, 10, 300}, 4, true).problem, "made for these cu_seqlens"));
+  CHECK(refused(Batch({100, 5, 300}, {500, 10, 300}, 4, true).problem, "rows x heads"));
+  CHECK(refused(Batch({100, 0, 300}, {500, 10, 300}, 5, true).problem, "num_heads"));
+  CHECK(refused(Batch({100, 0, 300}, {500, 10, 300}, 4, false).problem, "causal"));
+  CHECK(refused(Batch({100, 300}, {500, 300}, 4, true).problem, "batch"));
+  CHECK(!plan::check(config, batch.problem, buffer.data(), 10).empty());
+  CHECK(plan::write(config, batch.problem, buffer.data(), 2).find("max_tokens_q") == 0);
+}
+
+void test_many_sequences() {
+  const auto seconds = [](int count) {
+    const Batch batch(std::vector<int32_t>(count, 7), std::vector<int32_t>(count, 9), 16, true);
+    const auto begin = std::chrono::steady_clock::now();
+    CHECK((int)plan::make_items(plan::Config(), batch.problem).size() >= count);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  CHECK(seconds(100000) < 1.0);
+}
+
+}  // namespace
+
+int main() {
+  test_rules();
+  test_random();
+  test_write_and_check();
+  test_many_sequences();
+  return report("plan");
+}

@@ -1,0 +1,93 @@
+// The Python module `_C`: what was built, which kernels there are, and the host planner. Nothing with tensors.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/cpu.h"
+#include "plan/plan.h"
+
+namespace py = pybind11;
+
+namespace mla_prefill {
+namespace {
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = MLA_PREFILL_VERSION;
+  info["backends"] = MLA_PREFILL_BACKENDS;
+  info["built_with_torch"] = MLA_PREFILL_TORCH;
+  info["runs_with_torch"] = ">=2.11";
+  info["compiler"] = __VERSION__;
+  return info;
+}
+
+py::list kernel_table() {
+  py::list table;
+  for (const cpu::Isa& isa : cpu::isas()) {
+    py::dict row;
+    row["backend"] = "cpu";
+    row["dtypes"] = "float32, bfloat16, float16, float8_e4m3fn";
+    row["head_dims"] = "any";
+    row["detail"] = std::string(isa.name) + (isa.name == std::string(cpu::isa()) ? " (in use)" : "");
+    row["usable"] = isa.usable;
+    row["reason"] = isa.reason;
+    table.append(row);
+  }
+  return table;
+}
+
+using Item = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t>;
+
+std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std::vector<int32_t>& cu_seqlens_k,
+                             int32_t num_heads, bool causal, int32_t dim_nope, int32_t dim_rope, int32_t dim_v) {
+  const auto expect = [](bool ok, const std::string& message) {
+    if (!ok) throw std::invalid_argument(message);
+  };
+  expect(!cu_seqlens_q.empty(), "cu_seqlens_q: expected batch + 1 entries, got none");
+  expect(cu_seqlens_q.size() == cu_seqlens_k.size(), "cu_seqlens_k: expected as many entries as cu_seqlens_q, " +
+                                                         std::to_string(cu_seqlens_q.size()) + ", got " +
+                                                         std::to_string(cu_seqlens_k.size()));
+  expect(num_heads >= 1, "num_heads: expected 1 or above, got " + std::to_string(num_heads));
+  for (const auto* cu_seqlens : {&cu_seqlens_q, &cu_seqlens_k}) {
+    for (size_t i = 1; i < cu_seqlens->size(); ++i) {
+      expect((*cu_seqlens)[i - 1] <= (*cu_seqlens)[i] && (*cu_seqlens)[0] >= 0,
+             std::string(cu_seqlens == &cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_k") +
+                 ": expected entries from 0 that never decrease, got " + std::to_string((*cu_seqlens)[i]) + " after " +
+                 std::to_string((*cu_seqlens)[i - 1]));
+    }
+  }
+  constexpr int64_t kElementBytes = 2;
+  const plan::Problem problem = {cu_seqlens_q.data(),
+                                 cu_seqlens_k.data(),
+                                 (int32_t)cu_seqlens_q.size() - 1,
+                                 num_heads,
+                                 causal,
+                                 (dim_nope + dim_rope + dim_v) * kElementBytes};
+  std::vector<Item> items;
+  for (const plan::WorkItem& i : plan::make_items(cpu::plan_config(), problem)) {
+    items.emplace_back(i.seq, i.q_begin, i.q_rows, i.kv_begin, i.kv_end, i.head_begin, i.head_count, i.split_slot);
+  }
+  return items;
+}
+
+int64_t item_cost(int32_t keys) { return plan::item_cost(cpu::plan_config(), keys); }
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Build information, kernel table and host planner of mla_prefill.";
+  m.def("build_info", &build_info, "What this build is made of.");
+  m.def("kernel_table", &kernel_table, "The compiled kernels, and for each whether this machine runs it and why.");
+  m.def("plan_items", &plan_items, py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("num_heads"),
+        py::arg("causal"), py::arg("dim_nope"), py::arg("dim_rope"), py::arg("dim_v"),
+        "The CPU backend's work list for bfloat16: tuples (seq, q_begin, q_rows, kv_begin, kv_end, head_begin, "
+        "head_count, split_slot) in the order in which they start.");
+  m.def("item_cost", &item_cost, py::arg("keys"),
+        "Modelled time of one head of an item that reads `keys` keys, in key tiles.");
+}
+
+}  // namespace mla_prefill

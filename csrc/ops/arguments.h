@@ -1,0 +1,66 @@
+// Checks of op arguments. Every message names the argument, what was expected and what came; the text is built only
+// when a check fails, since these run on the host path of each call.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "parallel.h"
+#include "params.h"
+
+namespace mla_prefill::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+[[noreturn]] inline void fail(const std::string& message) { throw std::runtime_error(message); }
+
+template <typename... Parts>
+std::string text(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+// MLA_EXPECT(ok, "q", text("a 3-D tensor"), shape_text(q))
+#define MLA_EXPECT(condition, argument, expected, got)                                                      \
+  do {                                                                                                      \
+    if (!(condition))                                                                                       \
+      ::mla_prefill::ops::fail(::mla_prefill::ops::text(argument, ": expected ", expected, ", got ", got)); \
+  } while (0)
+
+std::string shape_text(const Tensor& tensor);
+std::string stride_text(const Tensor& tensor);
+const char* dtype_text(ScalarType dtype);
+std::string device_text(const Tensor& tensor);
+
+// The kernels' dtype, or nullopt for one they don't know.
+std::optional<DType> kernel_dtype(ScalarType dtype);
+
+void expect_same_device(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other);
+void expect_dtype(const char* name, const Tensor& tensor, ScalarType dtype);
+void expect_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, const char* meaning);
+// The last dimension is read as a run of elements: its stride must be 1.
+void expect_unit_last_stride(const char* name, const Tensor& tensor);
+// An output: no two elements share memory.
+void expect_no_overlap(const char* name, const Tensor& tensor);
+// A dense int32 vector of `size` entries.
+void expect_int32_vector(const char* name, const Tensor& tensor, int64_t size, const char* meaning);
+// On the CPU the values can be read: ascending, from 0 or above, within the tensor of `rows` rows.
+void expect_cu_seqlens_values(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
+                              const char* rows_of);
+
+inline ConstRows const_rows(const Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
+}
+inline Rows rows(const Tensor& tensor) { return {tensor.mutable_data_ptr(), tensor.stride(0), tensor.stride(1)}; }
+
+Parallel torch_parallel();
+
+}  // namespace mla_prefill::ops

@@ -1,0 +1,155 @@
+"""The commands. What they do lives in the modules beside this one, what they print in ``output``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from mla_prefill.cli import doctor as doctor_report
+from mla_prefill.cli import output, work_list
+from mla_prefill.cli.replay import ReplayConfig, ReplayReport, replay
+from mla_prefill.cli.trace import Request, read_trace
+from mla_prefill.models import MODELS
+
+app = typer.Typer(
+    help="Prefill attention of MLA models: replay a request trace, look at a plan, see what is built.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_console = Console()
+_errors = Console(stderr=True)
+
+_DEFAULTS = ReplayConfig()
+
+# 18 steps, 142,000 new tokens, 4.5 TFLOP of attention.
+DEMO_REQUESTS = 40
+DEMO_MAX_LENGTH = 8192
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+VerifyOption = Annotated[int, typer.Option(help="Sampled (row, head) pairs per step to check against the oracle.")]
+ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's choice if not given.")]
+SeedOption = Annotated[int, typer.Option(help="Of weights, latents and queries.")]
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format, one JSON object a line.")],
+    model: Annotated[str, typer.Option(help=f"Model shape: {', '.join(MODELS)}.")] = _DEFAULTS.model,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks; one rank's heads are run.")] = _DEFAULTS.tp,
+    requests: Annotated[int | None, typer.Option(min=1, help="Only the trace's first N requests.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Only prompts of up to N tokens.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after N steps.")] = None,
+    budget: Annotated[int, typer.Option(help="New tokens per step.")] = _DEFAULTS.budget,
+    block_size: Annotated[int, typer.Option(help="Tokens per cache block; divides 512.")] = _DEFAULTS.block_size,
+    cache_tokens: Annotated[int, typer.Option(help="Room in the latent cache.")] = _DEFAULTS.cache_tokens,
+    workspace_rows: Annotated[int, typer.Option(help="Context rows gathered at once.")] = _DEFAULTS.workspace_rows,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = _DEFAULTS.dtype,
+    device: Annotated[str, typer.Option(help="torch device to run on.")] = _DEFAULTS.device,
+    verify: VerifyOption = _DEFAULTS.verify,
+    seed: SeedOption = _DEFAULTS.seed,
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a request trace through the whole MLA prefill path and check it.
+
+    Requests are scheduled into steps (chunked prefill, prefix cache, paged latent cache) and each step runs through
+    one attention layer with random weights. Exit status 1: a sampled result missed its tolerance.
+    """
+    with _user_errors():
+        report = _replay(
+            read_trace(trace, requests, max_length),
+            ReplayConfig(
+                model=model,
+                tp=tp,
+                dtype=dtype,
+                device=device,
+                budget=budget,
+                block_size=block_size,
+                cache_tokens=cache_tokens,
+                workspace_rows=workspace_rows,
+                max_steps=max_steps,
+                verify=verify,
+                seed=seed,
+            ),
+            threads,
+        )
+    _finish(report, as_json)
+
+
+@app.command()
+def demo(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
+    """Replay a part of the packaged trace with the shape of DeepSeek-V2-Lite: one to two minutes on 2 CPU cores."""
+    sample = resources.files("mla_prefill") / "data" / "mooncake_sample.jsonl"
+    with resources.as_file(sample) as path, _user_errors():
+        report = _replay(read_trace(path, DEMO_REQUESTS, DEMO_MAX_LENGTH), _DEFAULTS, threads)
+    _finish(
+        report,
+        as_json,
+        "Next: [bold]mla-prefill replay TRACE --model deepseek-v3 --tp 8[/] runs a trace of yours, "
+        "[bold]mla-prefill plan --lengths 4096,8*512,64:8192[/] draws a schedule, "
+        "[bold]mla-prefill doctor[/] shows what is built.",
+    )
+
+
+@app.command()
+def plan(
+    lengths: Annotated[str, typer.Option(help="Sequences: Q or Q:KV, several alike as N*Q:KV, separated by commas.")],
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Causal mask, aligned bottom-right, or none.")] = True,
+    sms: Annotated[int, typer.Option("--sms", min=1, help="Workers: SMs of a GPU or CPU threads.")] = 132,
+    out: Annotated[Path, typer.Option(help="Picture of the schedule.")] = Path("plan.png"),
+    rows: Annotated[int, typer.Option(min=0, help="Work items to print.")] = 12,
+) -> None:
+    """Print the work list for a batch and draw its schedule."""
+    with _user_errors():
+        schedule = work_list.make_schedule(work_list.parse_lengths(lengths), heads=heads, causal=causal, workers=sms)
+        work_list.draw(schedule, out)
+    output.print_schedule(_console, schedule, rows, out)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what is built, which devices there are, and why each backend is or isn't usable."""
+    report = doctor_report.examine()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        output.print_doctor(_console, report)
+
+
+def _replay(requests: list[Request], config: ReplayConfig, threads: int | None) -> ReplayReport:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with output.replay_progress(_errors, requests) as on_step:
+        return replay(requests, config, on_step)
+
+
+def _finish(report: ReplayReport, as_json: bool, hint: str = "") -> None:
+    if as_json:
+        print(json.dumps(output.replay_as_json(report), indent=2, allow_nan=False))
+    else:
+        output.print_replay(_console, report)
+        if hint:
+            _console.print(hint)
+    if not report.verification.passed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """What the user can put right is one line and exit status 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        _errors.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error

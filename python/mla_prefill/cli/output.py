@@ -1,0 +1,165 @@
+"""How the commands show their results: tables for people, plain values for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from mla_prefill.cli.replay import ReplayReport
+from mla_prefill.cli.trace import Request
+from mla_prefill.cli.work_list import Schedule
+
+STAGES = ("write_cache", "gather", "projection", "attention")
+
+
+@contextmanager
+def replay_progress(console: Console, requests: list[Request]) -> Iterator[Callable[[ReplayReport], None]]:
+    """A bar over the prompts' tokens, cached ones included."""
+    progress = Progress(
+        TextColumn("[bold]replay[/]"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens, step {task.fields[step]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task("replay", total=sum(request.input_length for request in requests), step=0)
+
+    def on_step(report: ReplayReport) -> None:
+        progress.update(task, completed=report.new_tokens + report.cached_tokens, step=report.steps)
+
+    with progress:
+        yield on_step
+
+
+def replay_as_json(report: ReplayReport) -> dict[str, Any]:
+    verification = dataclasses.asdict(report.verification)
+    if not math.isfinite(verification["error"]):  # JSON has no infinity
+        verification["error"] = None
+    return {
+        **dataclasses.asdict(report),
+        "hit_rate": report.hit_rate,
+        "tokens_per_second": report.tokens_per_second,
+        "seconds": {name: report.seconds[name] for name in STAGES},
+        "gflops": report.gflops,
+        "verification": {**verification, "passed": report.verification.passed},
+    }
+
+
+def print_replay(console: Console, report: ReplayReport) -> None:
+    config, check = report.config, report.verification
+    console.print(
+        f"[bold]{config.model}[/], tp {config.tp}: {report.heads} heads, {config.dtype} on {config.device}, "
+        f"{report.threads} CPU threads, softmax scale {report.scale:.6f}"
+    )
+    summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    summary.add_row("requests", f"{report.requests:,} in {report.steps:,} steps of up to {config.budget:,} tokens")
+    summary.add_row("new tokens", f"{report.new_tokens:,}")
+    summary.add_row(
+        "cached tokens",
+        f"{report.cached_tokens:,} (hit rate {report.hit_rate:.1%}), {report.evictions:,} blocks evicted",
+    )
+    summary.add_row("context", f"{report.context_rows:,} rows gathered in {report.chunks:,} chunks")
+    summary.add_row("speed", f"[bold]{report.tokens_per_second:,.0f} tokens/s[/] through one layer")
+    summary.add_row(
+        "time", f"{report.layer_seconds:.1f} s in the layer, {report.total_seconds:.1f} s with inputs and checks"
+    )
+    summary.add_row(
+        "memory",
+        f"peak {_mib(report.peak_rss_bytes)}, of it cache {_mib(report.cache_bytes)}, "
+        f"workspace {_mib(report.workspace_bytes)}",
+    )
+    console.print(summary)
+
+    stages = Table("stage", "time", "share", "GFLOP (no padding)", "GFLOP/s")
+    for column in stages.columns[1:]:
+        column.justify = "right"
+    flops = {"attention": report.attention_flops, "projection": report.projection_flops}
+    for name in STAGES:
+        seconds = report.seconds[name]
+        share = seconds / report.layer_seconds if report.layer_seconds else 0.0
+        work = (f"{flops[name] / 1e9:,.0f}", f"{report.gflops[name]:,.1f}") if name in flops else ("", "")
+        stages.add_row(name, f"{seconds:.2f} s", f"{share:.1%}", *work)
+    console.print(stages)
+
+    if check.samples == 0:
+        console.print("not checked against the oracle (--verify 0)")
+    else:
+        verdict = "[green]passed[/]" if check.passed else f"[bold red]FAILED, {check.failures:,} wrong[/]"
+        console.print(
+            f"float64 oracle, {check.samples:,} samples: {verdict}; the one nearest to its tolerance has error "
+            f"{check.error:.2e} of {check.tolerance:.2e} ({check.where})"
+        )
+
+
+def print_schedule(console: Console, schedule: Schedule, rows: int, picture: Path) -> None:
+    console.print(
+        f"{len(schedule.lengths):,} sequences, {schedule.heads} heads, {'causal' if schedule.causal else 'full'}: "
+        f"[bold]{len(schedule.items):,} items[/] on {schedule.workers} workers"
+    )
+    console.print(
+        f"modelled makespan {schedule.makespan:,} key tiles, lower bound {schedule.bound:,.0f}, "
+        f"[bold]{schedule.balance:.1%} busy[/]"
+    )
+    table = Table("item", "sequence", "query rows", "keys", "heads", "cost", "worker", "starts at")
+    for column in table.columns:
+        column.justify = "right"
+    for index, entry in enumerate(schedule.items[:rows]):
+        item = entry.item
+        table.add_row(
+            str(index),
+            str(item.seq),
+            f"{item.q_begin}..{item.q_begin + item.q_rows}",
+            f"{item.kv_begin}..{item.kv_end}",
+            f"{item.head_begin}..{item.head_begin + item.head_count}",
+            str(entry.cost),
+            str(entry.worker),
+            str(entry.start),
+        )
+    if rows:
+        console.print(table)
+    if len(schedule.items) > rows > 0:
+        console.print(f"… and {len(schedule.items) - rows:,} more")
+    console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def print_doctor(console: Console, report: dict[str, Any]) -> None:
+    console.print(f"[bold]mla_prefill {report['mla_prefill']}[/], Python {report['python']}, torch {report['torch']}")
+    if report["build"] is None:
+        console.print(f"[yellow]no build information: {report['build_problem']}[/]")
+    else:
+        console.print(
+            "build: " + ", ".join(f"{key} {value}" for key, value in report["build"].items()), highlight=False
+        )
+    console.print(f"ops: {', '.join(report['ops']) or 'none registered'}")
+
+    devices = Table("device", "name", "detail")
+    for device in report["devices"]:
+        devices.add_row(device["device"], device["name"], device["detail"])
+    console.print(devices)
+
+    if report["kernels"]:
+        kernels = Table("backend", "usable", "dtypes", "head dims", "detail")
+        for kernel in report["kernels"]:
+            usable = "[green]yes[/]" if kernel["usable"] else f"no: {kernel['reason']}"
+            kernels.add_row(
+                kernel["backend"], usable, _text(kernel["dtypes"]), _text(kernel["head_dims"]), kernel["detail"]
+            )
+        console.print(kernels)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ", ".join(map(str, value))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,74 @@
+"""What layers, builders and the profiler share during a forward pass."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class CompilationConfig:
+    static_forward_context: dict[str, Any] = field(default_factory=dict)  # layer name -> layer
+
+
+@dataclass
+class EngineConfig:
+    """The part of vLLM's ``VllmConfig`` that this package reads. A ``VllmConfig`` does in its place."""
+
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+
+
+def register_layer(vllm_config: Any, name: str, layer: torch.nn.Module) -> None:
+    """Enters a layer in the config's ``static_forward_context``.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    if name in layers:
+        raise ValueError(f"Duplicate layer name: {name}")
+    layers[name] = layer
+
+
+@dataclass
+class StageClock:
+    """Seconds spent in each stage of the layers that run while the clock is active.
+
+    Host time. ``synchronize``, called at both ends of a stage, makes it mean something on an asynchronous device.
+    """
+
+    synchronize: Callable[[], None] = lambda: None
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        token = _active_clock.set(self)
+        try:
+            yield
+        finally:
+            _active_clock.reset(token)
+
+
+_active_clock: ContextVar[StageClock | None] = ContextVar("mla_prefill_stage_clock", default=None)
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Marks a stage of the layer: a profiler range ``mla_prefill::<name>``, and host time where a clock is active."""
+    clock = _active_clock.get()
+    with torch.profiler.record_function(f"mla_prefill::{name}"):
+        if clock is None:
+            yield
+            return
+        clock.synchronize()
+        begin = time.perf_counter()
+        yield
+        clock.synchronize()
+        clock.seconds[name] += time.perf_counter() - begin

@@ -1,0 +1,185 @@
+"""The attention layer of an MLA model, prefill side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_prefill.backends import MLAPrefillBackend, NativePrefillBackend, SplitKey
+from mla_prefill.forward_context import register_layer, stage
+from mla_prefill.metadata import PrefillContextChunk, PrefillMetadata
+from mla_prefill.ops import gather_latent
+from mla_prefill.scale import softmax_scale
+
+
+class MLAAttention(torch.nn.Module):
+    """Attention over new tokens and cached context, keys and values projected from the latent.
+
+    The layer computes the softmax scale and owns it, together with the prefill backend; metadata builders clone the
+    backend. Keys are never concatenated: the projection's output and ``k_pe`` go to the kernel as they are, and each
+    context chunk is merged into the output by the call that computes it.
+
+    Args:
+        num_heads: query heads on this rank.
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: the model's dimensions.
+        kv_b_proj: maps the latent [tokens, kv_lora_rank] to [tokens, num_heads * (qk_nope_head_dim + v_head_dim)], per
+            head first the key's part, then the value. A tuple's first entry counts (vLLM's linear layers).
+        prefix: the layer's name in ``vllm_config.compilation_config.static_forward_context``.
+        vllm_config: an ``EngineConfig`` (or vLLM's ``VllmConfig``).
+        rope_scaling: the checkpoint's, for YaRN's part of the scale (see ``softmax_scale``).
+        prefill_backend_cls: the backend.
+
+    Raises:
+        ValueError: a layer of this name exists, or rope_scaling makes no sense.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: torch.nn.Module,
+        prefix: str,
+        vllm_config: Any,
+        rope_scaling: Mapping[str, Any] | None = None,
+        prefill_backend_cls: type[MLAPrefillBackend] = NativePrefillBackend,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_nope_head_dim = qk_nope_head_dim
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self.v_head_dim = v_head_dim
+        self.kv_b_proj = kv_b_proj
+        self.scale = softmax_scale(qk_nope_head_dim + qk_rope_head_dim, rope_scaling)
+        self.prefill_backend = prefill_backend_cls(
+            num_heads=num_heads,
+            scale=self.scale,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            vllm_config=vllm_config,
+        )
+        register_layer(vllm_config, prefix, self)
+
+    @torch.no_grad()  # the ops have no gradients
+    def forward(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        metadata: PrefillMetadata,
+        output: Tensor | None = None,
+    ) -> Tensor:
+        """Runs one step: new latents into the cache, attention over the new tokens and over their cached context.
+
+        Inputs may have more rows than the step has tokens (padding); those are not read, and not written in output.
+
+        Args:
+            q: [tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim], rotated.
+            kv_c_normed: [tokens, kv_lora_rank], the normed latent.
+            k_pe: [tokens, qk_rope_head_dim] or [tokens, 1, qk_rope_head_dim], rotated.
+            kv_cache: [blocks, block_size, kv_lora_rank + qk_rope_head_dim], the latent's dtype.
+            metadata: from a builder of this layer's cache group.
+            output: [tokens, num_heads, v_head_dim] to write to, q's dtype.
+
+        Returns:
+            output, or a new tensor of its shape.
+
+        Raises:
+            ValueError: a tensor whose shape or dtype does not fit the layer and the step.
+        """
+        k_pe = k_pe.squeeze(1) if k_pe.ndim == 3 else k_pe
+        self._check_inputs(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        if output is None:
+            output = q.new_empty((q.shape[0], self.num_heads, self.v_head_dim))
+        tokens = slice(metadata.num_tokens)
+        q, kv_c_normed, k_pe, out = q[tokens], kv_c_normed[tokens], k_pe[tokens], output[tokens]
+        if metadata.num_tokens == 0:
+            return output
+
+        with stage("write_cache"):
+            self._write_cache(kv_c_normed, k_pe, kv_cache, metadata)
+        k, v = self._project(kv_c_normed, k_pe)
+        backend, context = metadata.prefill_backend, metadata.chunked_context
+        with stage("attention"):
+            result = backend.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=context is not None, out=out)
+        if context is not None:
+            _, lse = result
+            for chunk in context.chunks:
+                k, v = self._project(*self._gather(kv_cache, chunk, metadata))
+                with stage("attention"):
+                    backend.accumulate_context_chunk(
+                        chunk=chunk,
+                        q=q[chunk.token_slice],
+                        k=k,
+                        v=v,
+                        out=out[chunk.token_slice],
+                        lse=lse[:, chunk.token_slice],
+                    )
+        return output
+
+    def _write_cache(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata) -> None:
+        write = metadata.cache_write
+        if write.tokens is not None:
+            kv_c_normed, k_pe = kv_c_normed[write.tokens], k_pe[write.tokens]
+        kv_cache[..., : self.kv_lora_rank].index_put_((write.blocks, write.offsets), kv_c_normed)
+        kv_cache[..., self.kv_lora_rank :].index_put_((write.blocks, write.offsets), k_pe)
+
+    def _gather(self, kv_cache: Tensor, chunk: PrefillContextChunk, metadata: PrefillMetadata) -> tuple[Tensor, Tensor]:
+        """The chunk's latent and rope part, [rows, kv_lora_rank] and [rows, qk_rope_head_dim], in the workspace."""
+        latent = metadata.chunked_context.workspace[: chunk.num_context_tokens]
+        with stage("gather"):
+            gather_latent(
+                kv_cache, metadata.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts, out=latent
+            )
+        return latent.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+
+    def _project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor | SplitKey, Tensor]:
+        """Key parts and value of latent rows; both are views of the projection's output."""
+        with stage("projection"):
+            kv = self.kv_b_proj(kv_c)
+        kv = kv[0] if isinstance(kv, tuple) else kv
+        features = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        if kv.shape[-1] != features:
+            raise ValueError(f"kv_b_proj: expected {features} output features, got {kv.shape[-1]}")
+        kv = kv.view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        return (SplitKey(k_nope, k_pe) if self.qk_rope_head_dim else k_nope), v
+
+    def _check_inputs(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        metadata: PrefillMetadata,
+        output: Tensor | None,
+    ) -> None:
+        rows = f"at least {metadata.num_tokens}"
+        widths = {
+            "q": (q, (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)),
+            "kv_c_normed": (kv_c_normed, (self.kv_lora_rank,)),
+            "k_pe": (k_pe, (self.qk_rope_head_dim,)),
+        }
+        if output is not None:
+            widths["output"] = (output, (self.num_heads, self.v_head_dim))
+        for name, (tensor, width) in widths.items():
+            if tuple(tensor.shape[1:]) != width or tensor.shape[0] < metadata.num_tokens:
+                expected = ", ".join(str(part) for part in (rows, *width))
+                raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
+            if tensor.dtype != metadata.q_data_type:
+                raise ValueError(f"{name}: expected dtype {metadata.q_data_type}, got {tensor.dtype}")
+        block = (metadata.block_size, self.kv_lora_rank + self.qk_rope_head_dim)
+        if kv_cache.ndim != 3 or tuple(kv_cache.shape[1:]) != block:
+            raise ValueError(f"kv_cache: expected shape [blocks, {block[0]}, {block[1]}], got {list(kv_cache.shape)}")
+        if kv_cache.dtype != metadata.q_data_type:
+            raise ValueError(f"kv_cache: expected dtype {metadata.q_data_type}, got {kv_cache.dtype}")

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+import mla_prefill  # noqa: F401  (registers the ops)
+
+# Derandomized, so that a run in CI says something about the change; HYPOTHESIS_PROFILE=explore looks further.
+settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=80)
+settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # adding one here adds it to every test
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def why_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("mla_prefill::ragged_prefill", "CUDA"):
+        return "this build has no CUDA kernel"
+    return None
+
+
+def pytest_report_header() -> str:
+    return f"CUDA tests: {why_no_cuda() or 'on'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if reason := why_no_cuda():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that a test's tensors may live on."""
+    return request.param
+
+
+@pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
+    """Every input dtype of the device that needs no scales."""
+    if device == "cuda" and request.param == torch.float32:
+        pytest.skip("float32 is for the CPU")
+    return request.param
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread_per_worker() -> None:
+    """pytest-xdist already keeps the cores busy; more threads than cores only spin."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)

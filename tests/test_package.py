@@ -1,0 +1,149 @@
+"""What importing and linking the package drags in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mla_prefill
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(mla_prefill.__file__).resolve().parent
+
+
+def python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def op_library() -> Path:
+    (library,) = PACKAGE.glob("_ops*.so")
+    return library
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", mla_prefill.__version__)
+    assert mla_prefill.__version__ == importlib.metadata.version("mla-prefill")
+
+
+def test_public_names() -> None:
+    for name in mla_prefill.__all__:
+        assert hasattr(mla_prefill, name)
+    for name in ("ragged_prefill", "plan_prefill", "merge_states", "gather_latent", "reference"):
+        assert name in mla_prefill.__all__
+    for name in ("ragged_prefill", "plan_prefill", "merge_states", "gather_latent"):
+        doc = getattr(mla_prefill, name).__doc__
+        assert "Args:" in doc and "Raises:" in doc
+
+
+def test_A30_import_needs_no_accelerator_and_no_peer() -> None:
+    """No CUDA context, and none of the optional packages, installed or not."""
+    optional = "triton vllm flash_attn flashinfer typer rich matplotlib cudnn"
+    code = f"""
+import sys
+import torch
+before = set(sys.modules)
+import mla_prefill
+assert not torch.cuda.is_initialized()
+print(*sorted((set(sys.modules) - before) & set({optional.split()!r})))
+"""
+    assert python(code) == ""
+
+
+def test_works_without_the_binding_module() -> None:
+    """_C belongs to one Python version, the ops to none: another interpreter has all of the API but the tools."""
+    code = """
+import sys
+sys.modules["mla_prefill._C"] = None
+import torch
+import mla_prefill
+q = torch.ones(2, 1, 192)
+bounds = torch.tensor([0, 2], dtype=torch.int32)
+plan = mla_prefill.plan_prefill(bounds, bounds, num_heads=1, causal=True)
+print(mla_prefill.ragged_prefill(q, q, q[..., :128], bounds, bounds, scale=0.1, causal=True, plan=plan).sum().item())
+"""
+    assert float(python(code)) == 256.0
+
+
+def test_binding_module_describes_the_build() -> None:
+    binding = pytest.importorskip("mla_prefill._C")
+    info = binding.build_info()
+    assert info["version"] == mla_prefill.__version__ and "cpu" in info["backends"]
+    table = binding.kernel_table()
+    assert any(row["backend"] == "cpu" and row["usable"] for row in table)
+    for row in table:
+        assert set(row) == {"backend", "dtypes", "head_dims", "detail", "usable", "reason"}
+        assert isinstance(row["usable"], bool) and (row["usable"] or row["reason"])
+
+
+def test_a_library_that_is_missing_is_a_readable_error(tmp_path: Path) -> None:
+    """AX12: not an undefined symbol."""
+    shutil.copytree(PACKAGE, tmp_path / "mla_prefill", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import mla_prefill
+except ImportError as error:
+    print(error)
+"""
+    assert re.match(r"mla_prefill: expected one op library _ops\*\.so in .*, got \[\]", python(code))
+
+
+# ---- the op library --------------------------------------------------------------------------------------------------
+
+
+def test_AX12_op_library_holds_no_python(op_library: Path) -> None:
+    """Names of needed libraries and of undefined symbols are plain text in the file."""
+    content = op_library.read_bytes()
+    for name in (b"libpython", b"libtorch_python", b"PyObject", b"Py_Initialize", b"pybind11"):
+        assert name not in content, name
+    assert "abi3" in op_library.name or "cpython" not in op_library.name
+
+
+def test_AX12_op_library_uses_the_stable_abi_only(op_library: Path) -> None:
+    """Undefined symbols of at:: or c10:: would tie it to one torch; the stable ABI is C."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("needs nm")
+    symbols = subprocess.run(
+        [nm, "-D", "--undefined-only", op_library], capture_output=True, text=True, check=True
+    ).stdout
+    assert "aoti_torch" in symbols or "torch_library" in symbols
+    unstable = re.findall(r"\b_ZN?K?(?:2at|3c10|5torch)\S*", symbols)
+    assert not unstable, unstable
+
+
+def test_op_library_names_no_build_machine(op_library: Path) -> None:
+    content = op_library.read_bytes()
+    assert str(ROOT).encode() not in content and str(Path.home()).encode() + b"/" not in content
+
+
+# ---- the source tree -------------------------------------------------------------------------------------------------
+
+
+def test_only_the_ops_folder_includes_torch() -> None:
+    pattern = re.compile(r'#\s*include\s*[<"](?:torch|ATen|c10|caffe2)/')
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh", ".hip"}]
+    assert sources
+    offenders = [
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.relative_to(ROOT).parts[1] != "ops" and pattern.search(path.read_text())
+    ]
+    assert offenders == []
+
+
+def test_all_schemas_are_in_one_file() -> None:
+    defining = [
+        path.name for path in (ROOT / "csrc").rglob("*.cpp") if re.search(r"\bm\.def\(\s*\"\w+\(", path.read_text())
+    ]
+    assert defining == ["schema.cpp"]

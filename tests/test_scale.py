@@ -1,0 +1,103 @@
+"""The softmax scale against published values, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mla_prefill.models import MODELS, get_model
+from mla_prefill.scale import softmax_scale
+
+YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("deepseek-v3", 0.135234),
+        ("deepseek-r1", 0.135234),
+        ("deepseek-v3.2", 0.135234),
+        ("deepseek-v2", 0.114721),
+        ("deepseek-v2-lite", 0.114721),
+        ("kimi-k2", 0.130861),
+        ("kimi-k2-0905", 0.144680),
+        ("kimi-linear", 0.0721688),
+        ("longcat-flash", 0.0721688),
+        ("glm-4.7-flash", 0.0625),
+        ("glm-5", 0.0625),
+        ("glm-5.3-flash", 0.0625),
+    ],
+)
+def test_published_scales(model: str, expected: float) -> None:
+    shape = get_model(model)
+    assert softmax_scale(shape.qk_head_dim, shape.rope_scaling) == pytest.approx(expected, rel=5e-6)
+
+
+def test_every_model_has_a_scale_and_whole_heads() -> None:
+    for name, shape in MODELS.items():
+        assert softmax_scale(shape.qk_head_dim, shape.rope_scaling) >= shape.qk_head_dim**-0.5, name
+        assert shape.heads_per_rank(1) == shape.num_heads
+
+
+def test_only_mscale_all_dim_counts() -> None:
+    expected = 192**-0.5 * (0.1 * 0.5 * math.log(40) + 1) ** 2
+    assert softmax_scale(192, {**YARN, "mscale": 7.0, "mscale_all_dim": 0.5}) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("name", ["yarn", "deepseek_yarn"])
+def test_either_key_names_the_type(key: str, name: str) -> None:
+    scaling = {key: name, "factor": 40, "mscale_all_dim": 1.0}
+    assert softmax_scale(192, scaling) == pytest.approx(0.135234, rel=5e-6)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {},
+        {"rope_theta": 10000.0},
+        {"rope_type": "default", "rope_theta": 10000.0},
+        {"rope_type": "default", "type": "yarn", "factor": 40, "mscale_all_dim": 1.0},
+        {"type": "yarn", "factor": 40},
+        {**YARN, "mscale_all_dim": 0},
+        {**YARN, "mscale_all_dim": None},
+        {**YARN, "factor": 1.0},
+        {**YARN, "factor": 0.5},
+        {**YARN, "attention_factor": 1.0},
+        {**YARN, "apply_scale": False},
+        {"type": "linear", "factor": 4.0},
+    ],
+)
+def test_no_correction(scaling: dict | None) -> None:
+    assert softmax_scale(192, scaling) == 192**-0.5
+
+
+@pytest.mark.parametrize("scaling", [{**YARN, "attention_factor": 1.5}, {**YARN, "apply_scale": True}])
+def test_correction_stays(scaling: dict) -> None:
+    assert softmax_scale(192, scaling) == softmax_scale(192, YARN)
+
+
+@pytest.mark.parametrize(
+    ("qk_head_dim", "scaling", "message"),
+    [
+        (0, None, "qk_head_dim: expected at least 1, got 0"),
+        (192, ["yarn"], "rope_scaling: expected a mapping or None, got list"),
+        (192, {"factor": 40, "mscale_all_dim": 1.0}, "expected the rope's type under 'rope_type' or 'type'"),
+        (192, {"type": "yarn", "mscale_all_dim": 1.0}, r"rope_scaling\['factor'\]: expected .*, got None"),
+        (192, {**YARN, "factor": "40"}, r"rope_scaling\['factor'\]: expected .*, got '40'"),
+        (192, {**YARN, "factor": math.inf}, r"rope_scaling\['factor'\]: expected .*, got inf"),
+        (192, {**YARN, "mscale_all_dim": -1.0}, r"rope_scaling\['mscale_all_dim'\]: expected .*, got -1.0"),
+    ],
+)
+def test_refusals_name_what_is_wrong(qk_head_dim: int, scaling: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        softmax_scale(qk_head_dim, scaling)
+
+
+def test_unknown_model_and_ranks() -> None:
+    with pytest.raises(ValueError, match=r"model: expected one of deepseek-v2-lite, .*, got 'gpt-2'"):
+        get_model("gpt-2")
+    with pytest.raises(ValueError, match="tp: expected a divisor of the 20 heads, got 8"):
+        get_model("glm-4.7-flash").heads_per_rank(8)

@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks``. One timer, named cases, peers as plug-ins."""

@@ -16,7 +16,7 @@ Run = Callable[[], object]
 
 def ours(inputs: Inputs) -> Run:
     """One call on the ragged batch, K in its two parts, V in place."""
-    out = torch.empty(inputs.q.shape[0], inputs.case.num_heads, inputs.v.shape[2], dtype=inputs.q.dtype)
+    out = torch.zeros(inputs.q.shape[0], inputs.case.num_heads, inputs.v.shape[2], dtype=inputs.q.dtype)
 
     def run() -> Tensor:
         return mla_prefill.ragged_prefill(

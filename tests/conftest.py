@@ -51,7 +51,7 @@ def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def one_thread_per_worker() -> None:
-    """pytest-xdist already keeps the cores busy; more threads than cores only spin."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+def one_thread() -> None:
+    """The tests' tensors are small: more threads mostly wait for each other, above all beside pytest-xdist. What
+    threads could change has tests of its own."""
+    torch.set_num_threads(1)

@@ -246,7 +246,7 @@ def test_float8_matches_oracle(case: Case, per_head: bool, device: str) -> None:
     assert out.dtype == torch.bfloat16 and not out.isnan().any() and (lse < INF).all()
 
 
-def test_A14_float8_is_deterministic_at_600_to_700_tokens(device: str) -> None:
+def test_AX14_float8_is_deterministic_at_600_to_700_tokens(device: str) -> None:
     case = Case("AX14", (600, 650, 700), (600, 650, 700), 1, True)
     inputs = quantize(make_inputs(case, torch.float32, device))
     out, lse = check(inputs)

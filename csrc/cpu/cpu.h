@@ -18,7 +18,8 @@ std::string supports(const PrefillParams& params);
 plan::Config plan_config();
 
 // Computes all items; threads take them in order. A sequence's result depends neither on the other sequences nor on
-// the number of threads. With `accumulate`, a row that sees no key leaves out and lse as they are.
+// the number of threads. With `accumulate`, a row that sees no key leaves a live
+// running state as it is.
 void run(const PrefillParams& params, const plan::WorkItem* items, int64_t num_items, const Parallel& parallel);
 
 // The kernel is built once per instruction set.

@@ -2,11 +2,14 @@
 
     pip install --no-build-isolation .
 
-MLA_PREFILL_BACKENDS=cpu chooses what is compiled; the default is every backend whose toolchain is there.
+MLA_PREFILL_BACKENDS=cpu,sm90 chooses what is compiled; the default is every backend whose toolchain is there. The CUDA
+kernels need nvcc, not a CUDA build of torch. They go into a library of their own, loaded only where torch has CUDA.
 """
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pybind11
 import torch
@@ -14,15 +17,32 @@ from setuptools import Extension, setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
-BACKENDS = ("cpu",)
+BACKENDS = ("cpu", "sm90")
 
 
-def chosen_backends() -> list[str]:
-    names = os.environ.get("MLA_PREFILL_BACKENDS", ",".join(BACKENDS)).split(",")
-    unknown = [name for name in names if name not in BACKENDS]
-    if unknown:
+def find_cuda() -> Path | None:
+    """The folder of the CUDA toolkit, also where torch has no CUDA and so looks for none."""
+    nvcc = shutil.which("nvcc")
+    candidates = [
+        os.environ.get("CUDA_HOME"),
+        cpp_extension.CUDA_HOME,
+        nvcc and Path(nvcc).parents[1],
+        "/usr/local/cuda",
+    ]
+    for home in (Path(candidate) for candidate in candidates if candidate):
+        if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime_api.h").exists():
+            return home
+    return None
+
+
+def chosen_backends(cuda: Path | None) -> list[str]:
+    available = BACKENDS if cuda else ("cpu",)
+    names = os.environ.get("MLA_PREFILL_BACKENDS", ",".join(available)).split(",")
+    if unknown := [name for name in names if name not in BACKENDS]:
         raise SystemExit(f"MLA_PREFILL_BACKENDS: expected names of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
-    return names
+    if missing := [name for name in names if name not in available]:
+        raise SystemExit(f"MLA_PREFILL_BACKENDS: expected nvcc (or $CUDA_HOME) for {', '.join(missing)}, got none")
+    return ["cpu", *(name for name in names if name != "cpu")]
 
 
 def version() -> str:
@@ -36,7 +56,8 @@ def sources(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
-backends = chosen_backends()
+cuda = find_cuda()
+backends = chosen_backends(cuda)
 compile_args = [
     "-std=c++17",
     "-O3",
@@ -47,18 +68,34 @@ compile_args = [
     f"-ffile-prefix-map={ROOT.resolve()}=.",  # no path of the build machine in messages
 ]
 torch_root = Path(torch.__file__).parent
+for path in cpp_extension.include_paths():
+    compile_args += ["-isystem", path]  # no warnings of torch's headers
 
-op_library = Extension(
+
+def op_extension(name: str, source_files: list[str], **options: Any) -> Extension:
+    """A library of ops without Python in it."""
+    return Extension(
+        name,
+        source_files,
+        include_dirs=[str(ROOT / "csrc"), *options.pop("include_dirs", [])],
+        # TORCH_TARGET_VERSION keeps the code to what torch 2.11 has, so that one build runs on 2.11 and later.
+        define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000"), ("TORCH_STABLE_ONLY", None)],
+        library_dirs=[str(torch_root / "lib"), *options.pop("library_dirs", [])],
+        # libtorch.so alone: it brings the CPU or the CUDA libraries of whatever torch is there at run time.
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch", *options.pop("extra_link_args", [])],
+        py_limited_api=True,
+        **options,
+    )
+
+
+op_library = op_extension(
     "mla_prefill._ops",
-    sources("csrc/ops/*.cpp", "csrc/plan/*.cpp", "csrc/context/*.cpp", "csrc/cpu/*.cpp"),
-    include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths()],
-    # TORCH_TARGET_VERSION keeps the code to what torch 2.11 has, so that one build runs on 2.11 and later.
-    define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000"), ("TORCH_STABLE_ONLY", None)],
-    library_dirs=[str(torch_root / "lib")],
+    [
+        path
+        for path in sources("csrc/ops/*.cpp", "csrc/plan/*.cpp", "csrc/context/*.cpp", "csrc/cpu/*.cpp")
+        if not path.endswith("_cuda.cpp")
+    ],
     extra_compile_args=compile_args,
-    # libtorch.so alone: it brings the CPU or the CUDA libraries of whatever torch is there at run time.
-    extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
-    py_limited_api=True,
 )
 bindings = Extension(
     "mla_prefill._C",
@@ -72,8 +109,34 @@ bindings = Extension(
     extra_compile_args=compile_args,
 )
 
+extensions = [op_library, bindings]
+if "sm90" in backends:
+    cpp_extension.CUDA_HOME = str(cuda)  # None with a CPU build of torch
+    extensions.append(
+        op_extension(
+            "mla_prefill._cuda_ops",
+            [
+                *("csrc/ops/arguments.cpp", "csrc/ops/prefill.cpp", "csrc/ops/prefill_cuda.cpp"),
+                *sources("csrc/plan/*.cu", "csrc/sm90/*.cpp", "csrc/sm90/*.cu"),
+            ],
+            include_dirs=[str(cuda / "include")],
+            library_dirs=[str(cuda / "lib64"), str(cuda / "lib")],
+            extra_compile_args={
+                "cxx": compile_args,
+                "nvcc": [
+                    "-std=c++17",
+                    "-O3",
+                    "-gencode=arch=compute_90a,code=sm_90a",
+                    "-Xptxas=--warn-on-spills,--warning-as-error",
+                    "-Xcompiler=-fvisibility=hidden",
+                ],
+            },
+            extra_link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
+        )
+    )
+
 print(f"mla_prefill {version()}: backends {', '.join(backends)}; torch {torch.__version__}")
 setup(
-    ext_modules=[op_library, bindings],
+    ext_modules=extensions,
     cmdclass={"build_ext": cpp_extension.BuildExtension.with_options(no_python_abi_suffix=False)},
 )

@@ -9,6 +9,7 @@
 
 #include "cpu/cpu.h"
 #include "plan/plan.h"
+#include "sm90/config.h"
 
 namespace py = pybind11;
 
@@ -37,13 +38,31 @@ py::list kernel_table() {
     row["reason"] = isa.reason;
     table.append(row);
   }
+  if (std::string(MLA_PREFILL_BACKENDS).find("sm90") != std::string::npos) {
+    for (const char* dtype : {"bfloat16", "float16"}) {
+      py::dict row;
+      row["backend"] = "sm90";
+      row["dtypes"] = dtype;
+      row["head_dims"] = "(128, 64, 128)";
+      row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys";
+      row["compute_capability"] = "9.0";  // whether such a device is there is torch's to say
+      table.append(row);
+    }
+  }
   return table;
+}
+
+plan::Config config_of(const std::string& backend) {
+  if (backend == "cpu") return cpu::plan_config();
+  if (backend == "sm90") return sm90::plan_config();
+  throw std::invalid_argument("backend: expected 'cpu' or 'sm90', got '" + backend + "'");
 }
 
 using Item = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t>;
 
 std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std::vector<int32_t>& cu_seqlens_k,
-                             int32_t num_heads, bool causal, int32_t dim_nope, int32_t dim_rope, int32_t dim_v) {
+                             int32_t num_heads, bool causal, int32_t dim_nope, int32_t dim_rope, int32_t dim_v,
+                             const std::string& backend) {
   const auto expect = [](bool ok, const std::string& message) {
     if (!ok) throw std::invalid_argument(message);
   };
@@ -68,25 +87,26 @@ std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std
                                  causal,
                                  (dim_nope + dim_rope + dim_v) * kElementBytes};
   std::vector<Item> items;
-  for (const plan::WorkItem& i : plan::make_items(cpu::plan_config(), problem)) {
+  for (const plan::WorkItem& i : plan::make_items(config_of(backend), problem)) {
     items.emplace_back(i.seq, i.q_begin, i.q_rows, i.kv_begin, i.kv_end, i.head_begin, i.head_count, i.split_slot);
   }
   return items;
 }
 
-int64_t item_cost(int32_t keys) { return plan::item_cost(cpu::plan_config(), keys); }
+int64_t item_cost(int32_t keys, const std::string& backend) { return plan::item_cost(config_of(backend), keys); }
 
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Build information, kernel table and host planner of mla_prefill.";
   m.def("build_info", &build_info, "What this build is made of.");
-  m.def("kernel_table", &kernel_table, "The compiled kernels, and for each whether this machine runs it and why.");
+  m.def("kernel_table", &kernel_table,
+        "The compiled kernels; for those of the CPU also whether this machine runs them and why not.");
   m.def("plan_items", &plan_items, py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("num_heads"),
-        py::arg("causal"), py::arg("dim_nope"), py::arg("dim_rope"), py::arg("dim_v"),
-        "The CPU backend's work list for bfloat16: tuples (seq, q_begin, q_rows, kv_begin, kv_end, head_begin, "
+        py::arg("causal"), py::arg("dim_nope"), py::arg("dim_rope"), py::arg("dim_v"), py::arg("backend") = "cpu",
+        "A backend's work list for bfloat16: tuples (seq, q_begin, q_rows, kv_begin, kv_end, head_begin, "
         "head_count, split_slot) in the order in which they start.");
-  m.def("item_cost", &item_cost, py::arg("keys"),
+  m.def("item_cost", &item_cost, py::arg("keys"), py::arg("backend") = "cpu",
         "Modelled time of one head of an item that reads `keys` keys, in key tiles.");
 }
 

@@ -79,9 +79,25 @@ def test_binding_module_describes_the_build() -> None:
     assert info["version"] == mla_prefill.__version__ and "cpu" in info["backends"]
     table = binding.kernel_table()
     assert any(row["backend"] == "cpu" and row["usable"] for row in table)
+    common = {"backend", "dtypes", "head_dims", "detail"}
     for row in table:
-        assert set(row) == {"backend", "dtypes", "head_dims", "detail", "usable", "reason"}
-        assert isinstance(row["usable"], bool) and (row["usable"] or row["reason"])
+        if row["backend"] == "cpu":
+            assert set(row) == common | {"usable", "reason"}
+            assert isinstance(row["usable"], bool) and (row["usable"] or row["reason"])
+        else:  # whether its device is there is not for the binding module to say
+            assert set(row) == common | {"compute_capability"}
+            assert row["backend"] in info["backends"].split(",")
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+@pytest.mark.parametrize("library", sorted(PACKAGE.glob("_*ops*.so")), ids=lambda path: path.name)
+def test_op_libraries_miss_none_of_our_own_symbols(library: Path) -> None:
+    """Linking a shared library does not say so, and where torch has no CUDA the CUDA library is never loaded."""
+    undefined = subprocess.run(
+        ["nm", "-DC", "--undefined-only", str(library)], check=True, capture_output=True, text=True
+    ).stdout
+    assert "torch" in undefined
+    assert not [line for line in undefined.splitlines() if "mla_prefill" in line]
 
 
 def test_a_library_that_is_missing_is_a_readable_error(tmp_path: Path) -> None:

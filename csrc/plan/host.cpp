@@ -35,11 +35,6 @@ std::vector<int32_t> order_sequences(const Config& config, const Problem& proble
 
 }  // namespace
 
-int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t num_heads) {
-  // ceil(len / tile) <= floor(len / tile) + 1, and only sequences with rows count.
-  return (max_tokens_q / kMinTileQ + std::min(batch, max_tokens_q)) * num_heads;
-}
-
 std::vector<WorkItem> make_items(const Config& config, const Problem& problem) {
   std::vector<WorkItem> items;
   for (const int32_t seq : order_sequences(config, problem)) {
@@ -70,6 +65,11 @@ std::string write(const Config& config, const Problem& problem, int32_t* buffer,
   header.causal = problem.causal;
   header.tile_q = config.tile_q;
   header.tile_kv = config.tile_kv;
+  header.first_short = (int32_t)(std::find_if(items.begin(), items.end(),
+                                              [&](const WorkItem& item) {
+                                                return is_short(config, length(problem.cu_seqlens_k, item.seq));
+                                              }) -
+                                 items.begin());
   std::memcpy(buffer, &header, sizeof header);
   // The unused rest is zeroed, so that equal lengths give equal plans.
   int32_t* end =

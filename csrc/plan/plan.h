@@ -18,7 +18,10 @@ struct Header {
   int32_t causal;
   int32_t tile_q;
   int32_t tile_kv;
-  int32_t reserved[8];
+  int32_t first_short;  // items of short sequences are [first_short, num_items)
+  int32_t ticket[2];    // of a kernel's launch over the long and the short items: how many it has taken,
+  int32_t finished[2];  // and how many of its CTAs are done; 0 between launches
+  int32_t reserved[3];
 };
 
 constexpr int32_t kVersion = 1;
@@ -34,9 +37,6 @@ struct Problem {
   bool causal = false;
   int64_t bytes_per_key = 0;  // of K and V, per head
 };
-
-// An upper bound on the number of items for any backend, known without reading cu_seqlens.
-int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t num_heads);
 
 // The work list, longest first. Linear in the number of sequences plus items.
 std::vector<WorkItem> make_items(const Config& config, const Problem& problem);

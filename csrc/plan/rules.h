@@ -18,15 +18,25 @@ constexpr int32_t kMinTileQ = 64;
 // What a backend asks of the plan.
 struct Config {
   int32_t tile_q = 128;            // query rows of one item, at least kMinTileQ
+  int32_t short_tile_q = 64;       // the same for short sequences: those of at most short_keys keys, which is 0 or more
+  int32_t short_keys = -1;         // tiles of tile_kv, so that they are the end of the list; -1: none is short
   int32_t tile_kv = 128;           // keys per step of the kernel's main loop
   int32_t item_overhead = 2;       // cost of starting an item, in key tiles
   int32_t min_item_cost = 8;       // cheaper items take several heads until they cost this much, in key tiles
   int64_t group_bytes = 32 << 20;  // K and V of the heads that run side by side should fit this cache
 };
 
+MLA_HOST_DEVICE bool is_short(const Config& config, int32_t len_k) { return len_k <= config.short_keys; }
+
 MLA_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 MLA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+
+// An upper bound on the number of items for any backend, known without reading cu_seqlens.
+MLA_HOST_DEVICE int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t num_heads) {
+  // ceil(len / tile) <= floor(len / tile) + 1, and only sequences with rows count.
+  return (max_tokens_q / kMinTileQ + (batch < max_tokens_q ? batch : max_tokens_q)) * num_heads;
+}
 
 // Keys [0, result) are seen by at least one of the query rows [0, row_end) of a sequence; bottom-right causal.
 MLA_HOST_DEVICE int32_t visible_keys(bool causal, int32_t len_q, int32_t len_k, int32_t row_end) {
@@ -81,7 +91,7 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   work.len_q = len_q;
   work.len_k = len_k;
   work.num_heads = num_heads;
-  work.tile_q = config.tile_q;
+  work.tile_q = is_short(config, len_k) ? config.short_tile_q : config.tile_q;
   work.num_tiles = (int32_t)ceil_div(len_q, work.tile_q);
   work.group = heads_per_group(config, num_heads, len_k, bytes_per_key);
   work.step = heads_per_item(config, num_heads, len_k);

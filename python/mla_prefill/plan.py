@@ -126,5 +126,5 @@ def _plan_prefill_fake(
 ) -> Tensor:
     _expect_one_device(cu_seqlens_q, cu_seqlens_k)
     sequences = torch.sym_min(cu_seqlens_q.shape[0] - 1, max_tokens_q)
-    capacity = (max_tokens_q // _MIN_TILE_Q + sequences) * num_heads  # max_items of csrc/plan/host.cpp
+    capacity = (max_tokens_q // _MIN_TILE_Q + sequences) * num_heads  # max_items of csrc/plan/rules.h
     return cu_seqlens_q.new_empty((_HEADER_INTS + _ITEM_INTS * capacity,))

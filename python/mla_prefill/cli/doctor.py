@@ -25,7 +25,7 @@ def examine() -> dict[str, Any]:
         "build_problem": problem,
         "ops": [name for name in OPS if hasattr(torch.ops.mla_prefill, name)],
         "devices": _devices(),
-        "kernels": module.kernel_table() if module else [],
+        "kernels": [_with_verdict(row) for row in module.kernel_table()] if module else [],
     }
 
 
@@ -34,6 +34,24 @@ def _compiled_module() -> tuple[ModuleType | None, str | None]:
         return import_module("mla_prefill._C"), None
     except ImportError as error:
         return None, f"expected the compiled module mla_prefill._C, got {error}"
+
+
+def _with_verdict(row: dict[str, Any]) -> dict[str, Any]:
+    """A kernel's row with ``usable`` and ``reason``, which for a CUDA kernel depend on torch and the devices."""
+    if "compute_capability" not in row:
+        return row
+    needed = row["compute_capability"]
+    found = [
+        "{}.{}".format(*torch.cuda.get_device_capability(index))
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    if torch.version.cuda is None:
+        reason = f"expected a CUDA build of torch, got {torch.__version__}"
+    elif needed not in found:
+        reason = f"expected a device of compute capability {needed}, got {', '.join(found) or 'none'}"
+    else:
+        reason = ""
+    return {**row, "usable": not reason, "reason": reason}
 
 
 def _devices() -> list[dict[str, str]]:

@@ -1,0 +1,88 @@
+// Tiles, shared memory and roles of the Hopper kernel, for head dims (nope, rope, v) = (128, 64, 128).
+#pragma once
+
+#include <cstdint>
+
+#include "plan/plan.h"
+
+namespace mla_prefill::sm90 {
+
+constexpr int kHeadDimNope = 128;
+constexpr int kHeadDimRope = 64;
+constexpr int kHeadDimQK = kHeadDimNope + kHeadDimRope;
+constexpr int kHeadDimV = 128;
+
+// Tensors lie in shared memory as boxes of 64 columns: 128 bytes, the width of the swizzle. K's three boxes are loaded
+// one by one, so that two of k_nope and one of k_pe make a key as well as three of one tensor.
+constexpr int kBoxColumns = 64;
+constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
+constexpr int kBoxesNope = kHeadDimNope / kBoxColumns;
+constexpr int kBoxesV = kHeadDimV / kBoxColumns;
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: wgmma's M
+
+template <int kTileQ_, int kTileKV_, int kStages_, int kCtasPerSm_, int kProducerRegisters_, int kConsumerRegisters_>
+struct TileConfig {
+  static constexpr int kTileQ = kTileQ_;
+  static constexpr int kTileKV = kTileKV_;
+  static constexpr int kStages = kStages_;  // of K and of V
+  static constexpr int kCtasPerSm = kCtasPerSm_;
+  static constexpr int kConsumers = kTileQ / kWarpgroupRows;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+  static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  // Two consumers take turns: one's softmax runs while the other's products do.
+  static constexpr bool kPingPong = kConsumers == 2;
+
+  static_assert(kTileQ % kWarpgroupRows == 0 && kConsumers <= 2, "one or two consumer warpgroups");
+  static_assert(kCtasPerSm * kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536,
+                "registers of an SM");
+};
+
+using LongTile = TileConfig<128, 128, 2, 1, 56, 224>;
+using ShortTile = TileConfig<64, 64, 2, 2, 56, 200>;
+
+// What the kernel wants of its plan.
+inline plan::Config plan_config() {
+  plan::Config config;
+  config.tile_q = LongTile::kTileQ;
+  config.tile_kv = LongTile::kTileKV;
+  config.short_tile_q = ShortTile::kTileQ;
+  config.short_keys = LongTile::kTileKV;
+  return config;
+}
+
+enum class WarpRole { kProducer, kConsumer };  // warpgroup 0, and the others
+
+// One tile of work on its way from the producer to the consumers.
+struct alignas(16) Tile {
+  int32_t q_row;     // of the tensors
+  int32_t q_rows;    // rows from q_row on that belong to the sequence, at least 1
+  int32_t keys;      // the tile's rows see keys [0, keys) of the sequence at most
+  int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
+  int32_t head;
+  int32_t kv_tiles;  // ceil(keys / kTileKV), at least 1; kNoMoreTiles ends the kernel
+  int32_t unused[2];
+};
+static_assert(sizeof(Tile) == 32, "two 16-byte words");
+constexpr int32_t kNoMoreTiles = -1;
+
+template <typename T, typename Config>
+struct alignas(1024) SharedStorage {
+  T q[kBoxesQK][Config::kTileQ][kBoxColumns];
+  T k[Config::kStages][kBoxesQK][Config::kTileKV][kBoxColumns];
+  T v[Config::kStages][kBoxesV][Config::kTileKV][kBoxColumns];
+  Tile tiles[2];
+  uint64_t q_full, q_empty;
+  uint64_t k_full[Config::kStages], k_empty[Config::kStages];
+  uint64_t v_full[Config::kStages], v_empty[Config::kStages];
+  uint64_t tile_full[2], tile_empty[2];
+};
+
+template <typename T, typename Config>
+constexpr int kSharedBytes = sizeof(SharedStorage<T, Config>) + 1024;  // the base is aligned in the kernel
+static_assert(kSharedBytes<uint16_t, LongTile> <= 227 * 1024, "shared memory of a CTA");
+static_assert(2 * (kSharedBytes<uint16_t, ShortTile> + 1024) <= 228 * 1024, "shared memory of an SM");
+
+}  // namespace mla_prefill::sm90

@@ -1,0 +1,425 @@
+// Ragged MLA prefill on Hopper: TMA loads, wgmma products, warp-specialised and persistent. Read it from the bottom up:
+// prefill_kernel -> Producer::run, and Consumer::run -> Consumer::tile (the main loop over key tiles).
+//
+// A CTA has one producer warp and one or two consumer warpgroups of 64 query rows. The producer takes items from the
+// plan, hands each of their tiles over through shared memory and loads Q, K and V; the consumers compute
+//
+//   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - max)  in registers      O += P V  (P from registers)
+//
+// from the last key tile, where the mask is, to the first. QK of the next key tile is issued before the softmax of this
+// one, and QK of the next tile of work before the epilogue of this one.
+#pragma once
+
+#include "params.h"
+#include "sm90/config.h"
+#include "sm90/epilogue.cuh"
+#include "sm90/ptx.h"
+#include "sm90/softmax.cuh"
+#include "sm90/tensor_map.h"
+#include "sm90/wgmma.h"
+
+namespace mla_prefill::sm90 {
+
+struct KernelParams {
+  CUtensorMap q, k, k_pe, v;
+  PrefillParams problem;
+  int32_t* plan;  // header and items; the header's counters move
+  bool split_k;
+  bool short_items;  // this launch takes the items of short sequences, the list's tail
+};
+
+// A position in a ring of shared-memory stages.
+template <int kStages>
+struct Ring {
+  static_assert((kStages & (kStages - 1)) == 0, "a power of two");
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kStages & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
+// ---- Producer -------------------------------------------------------------------------------------------------------
+
+// One warp. All lanes follow the control flow, one of them issues.
+template <typename T, typename Config>
+struct Producer {
+  using Storage = SharedStorage<T, Config>;
+  static constexpr uint32_t kBoxBytesQ = sizeof(Storage::q) / kBoxesQK;
+  static constexpr uint32_t kBoxBytesKV = sizeof(Storage::k) / Config::kStages / kBoxesQK;
+
+  struct Item {
+    int32_t q_row, q_rows, k_row, len_k, keys, last_key, head_begin, head_count;
+  };
+
+  const KernelParams& p;
+  Storage& smem;
+  const bool leader = threadIdx.x % 32 == 0;
+  Ring<Config::kStages> k_ring, v_ring;
+  Ring<2> tile_ring;
+  uint32_t q_parity = 0;
+
+  __device__ __forceinline__ Item read_item(int32_t index) {
+    const int4* words = reinterpret_cast<const int4*>(p.plan + plan::kHeaderInts) + (int64_t)index * 2;
+    const int4 a = __ldg(words), b = __ldg(words + 1);  // seq, q_begin, q_rows, kv_begin; kv_end, heads, split_slot
+    const int32_t q_begin = __ldg(p.problem.cu_seqlens_q + a.x), q_end = __ldg(p.problem.cu_seqlens_q + a.x + 1);
+    const int32_t k_begin = __ldg(p.problem.cu_seqlens_k + a.x), k_end = __ldg(p.problem.cu_seqlens_k + a.x + 1);
+    const int32_t len_k = k_end - k_begin;
+    const int32_t last_key = p.problem.causal ? a.y + len_k - (q_end - q_begin) : INT32_MAX / 2;
+    return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};
+  }
+
+  // Rows past the sequence's end are not read and arrive as zeros: row `rows` of the sequence is where the map's bound
+  // lies (see tensor_map.h).
+  __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap* map, uint32_t full, int column, int head,
+                                           int32_t first_row, int32_t rows, int32_t row) {
+    tma_load(to, map, full, column, head, kRaggedOrigin - rows + row, first_row + rows, kRaggedOrigin);
+  }
+
+  __device__ __forceinline__ void load_q(const Item& item, int head) {
+    const uint32_t full = smem_address(&smem.q_full);
+    barrier_wait(smem_address(&smem.q_empty), q_parity ^ 1);
+    if (leader) {
+      barrier_arrive_expect(full, kBoxesQK * kBoxBytesQ);
+#pragma unroll
+      for (int box = 0; box < kBoxesQK; ++box) {
+        load_box(smem_address(smem.q[box]), &p.q, full, box * kBoxColumns, head, item.q_row, item.q_rows, 0);
+      }
+    }
+    q_parity ^= 1;
+  }
+
+  __device__ __forceinline__ void load_k(const Item& item, int head, int kv_tile) {
+    const uint32_t full = smem_address(&smem.k_full[k_ring.stage()]), to = smem_address(smem.k[k_ring.stage()]);
+    const int32_t row = kv_tile * Config::kTileKV;
+    barrier_wait(smem_address(&smem.k_empty[k_ring.stage()]), k_ring.parity() ^ 1);
+    if (leader) {
+      barrier_arrive_expect(full, kBoxesQK * kBoxBytesKV);
+      load_box(to, &p.k, full, 0, head, item.k_row, item.len_k, row);
+      load_box(to + kBoxBytesKV, &p.k, full, kBoxColumns, head, item.k_row, item.len_k, row);
+      // The last 64 columns: of the same tensor, or k_pe, a tensor of one head.
+      load_box(to + 2 * kBoxBytesKV, p.split_k ? &p.k_pe : &p.k, full, p.split_k ? 0 : kHeadDimNope,
+               p.split_k ? 0 : head, item.k_row, item.len_k, row);
+    }
+    k_ring.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const Item& item, int head, int kv_tile) {
+    const uint32_t full = smem_address(&smem.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
+    const int32_t row = kv_tile * Config::kTileKV;
+    barrier_wait(smem_address(&smem.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
+    if (leader) {
+      barrier_arrive_expect(full, kBoxesV * kBoxBytesKV);
+      load_box(to, &p.v, full, 0, head, item.k_row, item.len_k, row);
+      load_box(to + kBoxBytesKV, &p.v, full, kBoxColumns, head, item.k_row, item.len_k, row);
+    }
+    v_ring.advance();
+  }
+
+  __device__ __forceinline__ void publish(const Item& item, int head, int32_t kv_tiles) {
+    barrier_wait(smem_address(&smem.tile_empty[tile_ring.stage()]), tile_ring.parity() ^ 1);
+    if (leader) {
+      smem.tiles[tile_ring.stage()] = {item.q_row, item.q_rows, item.keys, item.last_key, head, kv_tiles, {}};
+      barrier_arrive(smem_address(&smem.tile_full[tile_ring.stage()]));
+    }
+    tile_ring.advance();
+  }
+
+  // The item after this one. Called early, so that its latency hides behind the loads.
+  __device__ __forceinline__ int32_t draw_ticket(int32_t* ticket) {
+    int32_t drawn = 0;
+    if (leader) drawn = atomicAdd(ticket, 1);
+    return (int32_t)gridDim.x + __shfl_sync(~0u, drawn, 0);
+  }
+
+  __device__ __forceinline__ void run() {
+    plan::Header& header = *reinterpret_cast<plan::Header*>(p.plan);
+    int32_t* const ticket = &header.ticket[p.short_items];
+    int32_t* const finished = &header.finished[p.short_items];
+    const int32_t first = p.short_items ? header.first_short : 0;
+    const int32_t end = p.short_items ? header.num_items : header.first_short;
+
+    int32_t index = first + (int32_t)blockIdx.x;
+    Item item = {};
+    if (index < end) item = read_item(index);
+    while (index < end) {
+      const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
+      int32_t next = 0;
+      Item next_item = {};
+      const int heads = kv_tiles > 0 ? item.head_count : 0;  // items without keys are EmptyRows' work
+      if (heads == 0) {
+        next = first + draw_ticket(ticket);
+        if (next < end) next_item = read_item(next);
+      }
+      for (int i = 0; i < heads; ++i) {
+        const int head = item.head_begin + i;
+        publish(item, head, kv_tiles);
+        load_k(item, head, kv_tiles - 1);
+        load_q(item, head);
+        if (i == 0) {
+          next = first + draw_ticket(ticket);
+          if (next < end) next_item = read_item(next);
+        }
+        for (int j = kv_tiles - 2; j >= 0; --j) {
+          load_k(item, head, j);
+          load_v(item, head, j + 1);
+        }
+        load_v(item, head, 0);
+      }
+      index = next;
+      item = next_item;
+    }
+    publish(item, 0, kNoMoreTiles);
+    // The last CTA to finish resets the counters, so that the plan serves the next layer.
+    if (leader && atomicAdd(finished, 1) == (int32_t)gridDim.x - 1) {
+      *ticket = 0;
+      *finished = 0;
+    }
+  }
+};
+
+// ---- Rows without keys ----------------------------------------------------------------------------------------------
+
+// A warp beside the producer's walks over the list and writes the empty result for items whose rows see no key.
+template <typename T>
+__device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
+  const plan::Header& header = *reinterpret_cast<const plan::Header*>(p.plan);
+  const plan::WorkItem* items = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kHeaderInts);
+  const int32_t first = p.short_items ? header.first_short : 0;
+  const int32_t end = p.short_items ? header.num_items : header.first_short;
+  for (int32_t i = first + (int32_t)blockIdx.x; i < end; i += (int32_t)gridDim.x) {
+    if (items[i].kv_end > 0) continue;
+    const plan::WorkItem item = items[i];
+    const int64_t row = (int64_t)p.problem.cu_seqlens_q[item.seq] + item.q_begin;
+    write_empty_rows<T>(p.problem, row, item.q_rows, item.head_begin, item.head_count);
+  }
+}
+
+// ---- Consumer -------------------------------------------------------------------------------------------------------
+
+enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
+
+template <typename T, typename Config>
+struct Consumer {
+  using Storage = SharedStorage<T, Config>;
+  static constexpr int kTileKV = Config::kTileKV;
+  static constexpr uint32_t kStepBytes = 16 * sizeof(T);  // 16 elements: the depth of one wgmma
+  static constexpr uint32_t kBoxBytesQ = sizeof(Storage::q) / kBoxesQK;
+  static constexpr uint32_t kBoxBytesKV = sizeof(Storage::k) / Config::kStages / kBoxesQK;
+  static constexpr int kStepsPerBox = kBoxColumns / 16;
+
+  const KernelParams& p;
+  Storage& smem;
+  const int index;  // of the consumer warpgroup
+  const int thread = threadIdx.x % kWarpgroupThreads;
+  const bool leader = thread == 0;
+
+  Ring<Config::kStages> k_ring, v_ring;
+  Ring<2> tile_ring;
+  uint32_t q_parity = 0;
+  uint32_t q_low, k_low, v_low;  // descriptors of stage 0
+
+  float s[kTileKV / 2];           // scores of two rows of the thread, then weights
+  uint32_t weights[kTileKV / 4];  // the same, packed
+  float o[kHeadDimV / 2];
+  OnlineSoftmax<kTileKV> softmax;
+
+  __device__ Consumer(const KernelParams& params, Storage& storage, int consumer)
+      : p(params), smem(storage), index(consumer) {
+    q_low = uniform(descriptor_low_k_major(smem_address(smem.q) + index * kWarpgroupRows * 128));
+    k_low = uniform(descriptor_low_k_major(smem_address(smem.k)));
+    v_low = uniform(descriptor_low_mn_major(smem_address(smem.v), kBoxBytesKV));
+  }
+
+  // Issues S = Q K^T for the K stage in turn.
+  __device__ __forceinline__ void issue_qk() {
+    const uint32_t k = uniform(k_low + k_ring.stage() * (uint32_t)(sizeof(smem.k[0]) >> 4));
+    wgmma_fence();
+    fence_registers(s);
+#pragma unroll
+    for (int step = 0; step < kHeadDimQK / 16; ++step) {
+      const uint32_t box = step / kStepsPerBox, inside = step % kStepsPerBox * kStepBytes;
+      wgmma_ss<T>(s, descriptor(q_low + ((box * kBoxBytesQ + inside) >> 4)),
+                  descriptor(k + ((box * kBoxBytesKV + inside) >> 4)), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Issues O += P V for the V stage in turn.
+  __device__ __forceinline__ void issue_pv() {
+    const uint32_t v = uniform(v_low + v_ring.stage() * (uint32_t)(sizeof(smem.v[0]) >> 4));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileKV / 16; ++step) {
+      wgmma_rs<T>(o, weights + 4 * step, descriptor(v + (step * 16 * 128 >> 4)));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void release_k() {
+    if (leader) barrier_arrive(smem_address(&smem.k_empty[k_ring.stage()]));
+    k_ring.advance();
+  }
+
+  __device__ __forceinline__ void release_v() {
+    if (leader) barrier_arrive(smem_address(&smem.v_empty[v_ring.stage()]));
+    v_ring.advance();
+  }
+
+  __device__ __forceinline__ void release_q() {
+    if (leader) barrier_arrive(smem_address(&smem.q_empty));
+  }
+
+  __device__ __forceinline__ Tile next_tile() {
+    const uint32_t slot = tile_ring.stage();
+    barrier_wait(smem_address(&smem.tile_full[slot]), tile_ring.parity());
+    const Tile tile = smem.tiles[slot];
+    barrier_arrive(smem_address(&smem.tile_empty[slot]));
+    tile_ring.advance();
+    return tile;
+  }
+
+  // Waits for Q and the first K of a tile, if there is one.
+  __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
+    if (tile.kv_tiles == kNoMoreTiles) return;
+    barrier_wait(smem_address(&smem.q_full), q_parity);
+    q_parity ^= 1;
+    barrier_wait(smem_address(&smem.k_full[k_ring.stage()]), k_ring.parity());
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kTileKV / 4; ++i) weights[i] = pack<T>(s[2 * i], s[2 * i + 1]);
+  }
+
+  __device__ __forceinline__ void wait_turn() {
+    if (Config::kPingPong) named_barrier_sync(index == 0 ? kTurnOfFirst : kTurnOfSecond, 2 * kWarpgroupThreads);
+  }
+
+  __device__ __forceinline__ void pass_turn() {
+    if (Config::kPingPong) named_barrier_arrive(index == 0 ? kTurnOfSecond : kTurnOfFirst, 2 * kWarpgroupThreads);
+  }
+
+  // QK of key tile j, PV of tile j + 1 behind it, softmax of j while they run.
+  template <bool kMasked>
+  __device__ __forceinline__ void key_tile(const RowLimits& limits, int j) {
+    barrier_wait(smem_address(&smem.k_full[k_ring.stage()]), k_ring.parity());
+    wait_turn();
+    fence_registers(o);
+    issue_qk();
+    barrier_wait(smem_address(&smem.v_full[v_ring.stage()]), v_ring.parity());
+    issue_pv();
+    pass_turn();
+    wgmma_wait<1>();
+    fence_registers(s);
+    release_k();
+    if (j == 0) release_q();
+    softmax.template update<kMasked, false>(s, limits, j * kTileKV, p.problem.scale);
+    wgmma_wait<0>();
+    fence_registers(o);
+    release_v();
+    softmax.rescale(o);
+    pack_weights();
+  }
+
+  __device__ void run() {
+    if (Config::kPingPong && index == 1) named_barrier_arrive(kTurnOfFirst, 2 * kWarpgroupThreads);
+    Tile tile = next_tile();
+    wait_for_first_k(tile);
+    issue_qk();  // unconditionally, here and below: a branch around a wgmma would serialise all of them
+    wgmma_wait<0>();
+    fence_registers(s);
+#pragma unroll 1
+    while (tile.kv_tiles != kNoMoreTiles) {
+      const RowLimits limits = row_limits(tile);
+      const int unmasked = unmasked_tiles(tile);
+      release_k();
+      if (tile.kv_tiles == 1) release_q();
+      softmax.template update<true, true>(s, limits, (tile.kv_tiles - 1) * kTileKV, p.problem.scale);
+      pack_weights();
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
+
+      int j = tile.kv_tiles - 2;
+#pragma unroll 1
+      for (; j >= unmasked; --j) key_tile<true>(limits, j);
+#pragma unroll 1
+      for (; j >= 0; --j) key_tile<false>(limits, j);
+
+      const RowSums sums = softmax.finish(p.problem.scale);
+      const Tile next = next_tile();
+      barrier_wait(smem_address(&smem.v_full[v_ring.stage()]), v_ring.parity());
+      fence_registers(o);
+      issue_pv();
+      wait_for_first_k(next);
+      issue_qk();
+      wgmma_wait<1>();
+      fence_registers(o);
+      release_v();
+      write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
+      // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
+      wgmma_wait<0>();
+      fence_registers(s);
+      tile = next;
+    }
+    if (Config::kPingPong && index == 0) named_barrier_sync(kTurnOfFirst, 2 * kWarpgroupThreads);
+  }
+
+  // The last key that this thread's two rows see.
+  __device__ __forceinline__ RowLimits row_limits(const Tile& tile) const {
+    const int row = index * kWarpgroupRows + fragment_row(thread);
+    return {min(tile.keys - 1, tile.last_key + row), min(tile.keys - 1, tile.last_key + row + 8)};
+  }
+
+  // Key tiles [0, result) are seen whole by every row of this warpgroup.
+  __device__ __forceinline__ int unmasked_tiles(const Tile& tile) const {
+    const int seen_by_all = min(tile.last_key + index * kWarpgroupRows + 1, tile.keys);
+    return max(seen_by_all, 0) / kTileKV;
+  }
+};
+
+// ---- Kernel ---------------------------------------------------------------------------------------------------------
+
+template <typename T, typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kCtasPerSm) void prefill_kernel(const __grid_constant__ KernelParams params) {
+  extern __shared__ uint8_t smem_raw[];
+  auto& smem =
+      *reinterpret_cast<SharedStorage<T, Config>*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
+
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, uint32_t arrivals) { barrier_init(smem_address(&barrier), arrivals); };
+    init(smem.q_full, 1);
+    init(smem.q_empty, Config::kConsumers);
+    for (int i = 0; i < Config::kStages; ++i) {
+      init(smem.k_full[i], 1);
+      init(smem.k_empty[i], Config::kConsumers);
+      init(smem.v_full[i], 1);
+      init(smem.v_empty[i], Config::kConsumers);
+    }
+    for (int i = 0; i < 2; ++i) {
+      init(smem.tile_full[i], 1);
+      init(smem.tile_empty[i], Config::kConsumers * kWarpgroupThreads);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (!params.short_items) allow_next_launch();
+
+  const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
+  const WarpRole role = warpgroup == 0 ? WarpRole::kProducer : WarpRole::kConsumer;
+  if (role == WarpRole::kProducer) {
+    give_up_registers<Config::kProducerRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) Producer<T, Config>{params, smem}.run();
+    if (warp == 1) finish_empty_items<T>(params);
+  } else {
+    claim_registers<Config::kConsumerRegisters>();
+    Consumer<T, Config>(params, smem, warpgroup - 1).run();
+  }
+  // The short items need nothing of the launch before, but what comes after this one must find both done.
+  if (params.short_items) wait_for_previous_launch();
+}
+
+}  // namespace mla_prefill::sm90

@@ -1,0 +1,68 @@
+#include "sm90/launch.cuh"
+#include "sm90/sm90.h"
+
+namespace mla_prefill::sm90 {
+namespace {
+
+std::string unsupported(const char* argument, const std::string& expected, const std::string& got) {
+  return std::string(argument) + ": expected " + expected + " (sm90 kernel), got " + got;
+}
+
+std::string check_rows(const char* name, const ConstRows& tensor, int64_t rows, int64_t heads) {
+  if (fits_ragged_map(tensor, rows, heads)) return "";
+  return unsupported(name, "a base address and strides that are multiples of 16 bytes, strides below 2^34 bytes",
+                     "an address that is " + std::to_string(reinterpret_cast<uintptr_t>(tensor.data) % 16) +
+                         " modulo 16 and strides of " + std::to_string(tensor.row_stride) + " and " +
+                         std::to_string(tensor.head_stride) + " elements");
+}
+
+}  // namespace
+
+std::string supports(const PrefillParams& p) {
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
+    return unsupported("q", "bfloat16 or float16", p.dtype == DType::kFloat32 ? "float32" : "float8_e4m3fn");
+  }
+  const bool split = p.dim_k != p.dim_qk;
+  if (p.dim_qk != kHeadDimQK || p.dim_v != kHeadDimV || (split && p.dim_k != kHeadDimNope)) {
+    return unsupported(
+        "head dims", "(nope, rope, v) = (128, 64, 128)",
+        "q of " + std::to_string(p.dim_qk) + ", k of " + std::to_string(p.dim_k) + ", v of " + std::to_string(p.dim_v));
+  }
+  if (!(p.scale > 0.0f)) return unsupported("scale", "a number above 0", std::to_string(p.scale));
+  const ConstRows out = {p.out.data, p.out.row_stride, p.out.head_stride};
+  for (const std::string& reason :
+       {check_rows("q", p.q, p.total_q, p.num_heads), check_rows("k", p.k, p.total_k, p.num_heads),
+        split ? check_rows("k_pe", p.k_pe, p.total_k, 1) : std::string(), check_rows("v", p.v, p.total_k, p.num_heads),
+        check_rows("out", out, p.total_q, p.num_heads)}) {
+    if (!reason.empty()) return reason;
+  }
+  return "";
+}
+
+std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t stream) {
+  const bool split = p.dim_k != p.dim_qk;
+  for (const bool short_items : {false, true}) {
+    const int tile_q = short_items ? ShortTile::kTileQ : LongTile::kTileQ;
+    const int tile_kv = short_items ? ShortTile::kTileKV : LongTile::kTileKV;
+    KernelParams params;
+    params.problem = p;
+    params.plan = plan;
+    params.split_k = split;
+    params.short_items = short_items;
+    const bool mapped = make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, tile_q) &&
+                        make_ragged_map(&params.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
+                        make_ragged_map(&params.k_pe, split ? p.k_pe : p.k, p.dtype, split ? kHeadDimRope : kHeadDimQK,
+                                        split ? 1 : p.num_heads, tile_kv) &&
+                        make_ragged_map(&params.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
+    if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
+    const auto launch_variant = p.dtype == DType::kBFloat16
+                                    ? (short_items ? launch<__nv_bfloat16, ShortTile> : launch<__nv_bfloat16, LongTile>)
+                                    : (short_items ? launch<__half, ShortTile> : launch<__half, LongTile>);
+    if (const cudaError_t status = launch_variant(params, num_sms, stream); status != cudaSuccess) {
+      return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
+    }
+  }
+  return "";
+}
+
+}  // namespace mla_prefill::sm90

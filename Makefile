@@ -15,7 +15,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
 
 bench: $(VENV)/installed
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks cpu
 
 # The C++ that needs no torch: planner, CPU kernel, context path.
 ctest: $(VENV)/tools

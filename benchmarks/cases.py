@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -26,25 +27,50 @@ def flops(case: Case) -> int:
     return 2 * (NOPE + ROPE + V) * case.num_heads * pairs
 
 
-def _ragged(count: int, longest: int) -> tuple[int, ...]:
-    source = random.Random(1)
-    return tuple(source.randint(1, longest) for _ in range(count))
+def _draw(source: random.Random, count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    return tuple(source.randint(shortest, longest) for _ in range(count))
 
 
-CASES = [
-    Case("ragged 64 x 1..512", _ragged(64, 512), _ragged(64, 512), 16, True),
-    Case("1 x 4096", (4096,), (4096,), 16, True),
-    Case("q 64 x kv 8192", (64,), (8192,), 16, False),
-]
+def _cpu_cases() -> list[Case]:
+    ragged = _draw(random.Random(1), 64, 1, 512)
+    return [
+        Case("ragged 64 x 1..512", ragged, ragged, 16, True),
+        Case("1 x 4096", (4096,), (4096,), 16, True),
+        Case("q 64 x kv 8192", (64,), (8192,), 16, False),
+    ]
+
+
+def _cuda_cases() -> list[Case]:
+    """Prefill of one rank, with all 128 heads or with 16 of them. The seed is part of the shapes."""
+    source = random.Random(20260101)
+    ragged = _draw(source, 64, 1, 2048)
+    short = _draw(source, 512, 1, 128)
+    context = _draw(source, 8, 1024, 16384)
+    return [
+        Case("a", (8192,), (8192,), 128, True, notes="1 x 8192"),
+        Case("b", (4096,) * 4, (4096,) * 4, 128, True, notes="4 x 4096"),
+        Case("c", (1024,) * 16, (1024,) * 16, 16, True, notes="16 x 1024"),
+        Case("d", ragged, ragged, 16, True, notes="64 x 1..2048"),
+        Case("e", (512,), (32768,), 16, False, notes="q 512 x kv 32768"),
+        Case("f", (32768,), (32768,), 16, True, notes="1 x 32768"),
+        Case("g", short, short, 16, True, notes="512 x 1..128"),
+        Case("h", (256,) * 8, context, 16, False, notes="8 x q 256, kv 1k..16k"),
+        Case("i", (2048,), (30720,), 128, False, notes="q 2048 x kv 30720"),
+        Case("j", (512, 1500, 6000, 180), (9000, 3500, 6000, 20000), 16, True, notes="cached prefixes"),
+    ]
+
+
+CPU_CASES = {case.name: case for case in _cpu_cases()}
+CUDA_CASES = {case.name: case for case in _cuda_cases()}
 
 
 @dataclass
 class Inputs:
-    """K in both forms and V as the slice of a projection, as a model has them."""
+    """What a model has before attention, normal values: q ``[total_q, H, 192]``, k_pe ``[total_k, 64]``, and k_nope and
+    v ``[total_k, H, 128]``, strided slices of the projection's output."""
 
     case: Case
     q: Tensor
-    k: Tensor
     k_nope: Tensor
     k_pe: Tensor
     v: Tensor
@@ -52,26 +78,35 @@ class Inputs:
     cu_seqlens_k: Tensor
 
     @staticmethod
-    def of(case: Case, dtype: torch.dtype) -> Inputs:
-        generator = torch.Generator().manual_seed(0)
+    def of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+        generator = torch.Generator(device).manual_seed(0)
         tokens_q, tokens_k = sum(case.q_lens), sum(case.kv_lens)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-        kv = normal(tokens_k, case.num_heads, NOPE + V)
-        k_nope, v = kv.split([NOPE, V], dim=-1)
+        k_nope, v = normal(tokens_k, case.num_heads, NOPE + V).split([NOPE, V], dim=-1)
         k_pe = normal(tokens_k, ROPE)
-        return Inputs(
-            case,
-            normal(tokens_q, case.num_heads, NOPE + ROPE),
-            torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, case.num_heads, -1)], dim=-1),
-            k_nope,
-            k_pe,
-            v,
-            _cumulative(case.q_lens),
-            _cumulative(case.kv_lens),
-        )
+        q = normal(tokens_q, case.num_heads, NOPE + ROPE)
+        return Inputs(case, q, k_nope, k_pe, v, *(_cumulative(x).to(device) for x in (case.q_lens, case.kv_lens)))
+
+    @cached_property
+    def k(self) -> Tensor:
+        """``[total_k, H, 192]``, for those that need K in one piece; made at its first use, which no clock sees."""
+        return concat_k(self.k_nope, self.k_pe)
+
+    @cached_property
+    def v_dense(self) -> Tensor:
+        """A contiguous copy of v, likewise."""
+        return self.v.contiguous()
+
+
+def concat_k(k_nope: Tensor, k_pe: Tensor) -> Tensor:
+    """As vLLM's generic path does it: an empty tensor and two strided copies."""
+    k = k_nope.new_empty((*k_nope.shape[:-1], NOPE + ROPE))
+    k[..., :NOPE] = k_nope
+    k[..., NOPE:] = k_pe.unsqueeze(1)
+    return k
 
 
 def _cumulative(lengths: tuple[int, ...]) -> Tensor:

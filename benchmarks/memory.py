@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import Inputs
-from benchmarks.peers import ours
+from benchmarks.peers import Ours
 from tests.cases import Case
 
 _STATUS = Path("/proc/self/status")
@@ -25,7 +25,7 @@ def _kib(field: str) -> int:
 
 def _peak_of_first_call(case: Case, dtype: torch.dtype, threads: int) -> float:
     torch.set_num_threads(threads)
-    run = ours(Inputs.of(case, dtype))
+    run = Ours().prepare(Inputs.of(case, dtype))
     _CLEAR_REFS.write_text("5")  # resets the high-water mark to what is resident now
     before = _kib("VmRSS")
     run()

@@ -1,72 +1,96 @@
-"""What is measured: a peer prepares its inputs outside the clock and returns the call to time."""
+"""What is measured on every device. A peer prepares its inputs outside the clock and returns the call to time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import mla_prefill
-from benchmarks.cases import NOPE, ROPE, SCALE, Inputs
-
-Run = Callable[[], object]
-
-
-def ours(inputs: Inputs) -> Run:
-    """One call on the ragged batch, K in its two parts, V in place."""
-    out = torch.zeros(inputs.q.shape[0], inputs.case.num_heads, inputs.v.shape[2], dtype=inputs.q.dtype)
-
-    def run() -> Tensor:
-        return mla_prefill.ragged_prefill(
-            inputs.q,
-            inputs.k_nope,
-            inputs.v,
-            inputs.cu_seqlens_q,
-            inputs.cu_seqlens_k,
-            scale=SCALE,
-            causal=inputs.case.causal,
-            k_pe=inputs.k_pe,
-            out=out,
-        )
-
-    return run
+from benchmarks.cases import NOPE, ROPE, SCALE, Inputs, V
+from benchmarks.timer import Run
 
 
-def _sdpa(inputs: Inputs, v: Tensor, contiguous: bool) -> Run:
-    sequences = []
-    for b in range(len(inputs.case.q_lens)):
-        rows = slice(int(inputs.cu_seqlens_q[b]), int(inputs.cu_seqlens_q[b + 1]))
-        keys = slice(int(inputs.cu_seqlens_k[b]), int(inputs.cu_seqlens_k[b + 1]))
-        parts = [x.transpose(0, 1).unsqueeze(0) for x in (inputs.q[rows], inputs.k[keys], v[keys])]
-        sequences.append([x.contiguous() for x in parts] if contiguous else parts)
+class Peer:
+    """A plug-in. ``kind`` is ``"ours"``, ``"peer"`` or ``"glue"`` (work that a peer needs done before it can start)."""
 
-    def run() -> list[Tensor]:
-        return [
-            scaled_dot_product_attention(q, k, v, is_causal=inputs.case.causal, scale=SCALE) for q, k, v in sequences
-        ]
+    name: str
+    kind = "peer"
+    splits_kv = False  # may give one row's keys to several blocks
 
-    return run
+    def unavailable(self) -> str | None:
+        """Imports what it needs; None, or the reason why it can't be measured here."""
+        return None
 
+    def version(self) -> str:
+        return ""
 
-def sdpa_padded(inputs: Inputs) -> Run:
-    """torch's SDPA per sequence, K concatenated and V padded to K's width ready-made."""
-    return _sdpa(inputs, pad(inputs.v, (0, NOPE + ROPE - inputs.v.shape[2])), contiguous=False)
+    def prepare(self, inputs: Inputs) -> Run:
+        """The call to time; raises where the shape is not supported."""
+        raise NotImplementedError
 
-
-def sdpa_padded_dense(inputs: Inputs) -> Run:
-    """The same on a dense copy per sequence, made outside the clock."""
-    return _sdpa(inputs, pad(inputs.v, (0, NOPE + ROPE - inputs.v.shape[2])), contiguous=True)
+    def state(self, result: object) -> tuple[Tensor, Tensor | None]:
+        """A call's result as out ``[total_q, H, 128]`` and natural-log lse ``[H, total_q]`` (None: not comparable)."""
+        out, lse = result
+        return out, lse
 
 
-def sdpa_unequal(inputs: Inputs) -> Run:
-    """torch's SDPA per sequence, V at its own width."""
-    return _sdpa(inputs, inputs.v, contiguous=False)
+class Ours(Peer):
+    """``ragged_prefill``, V in place; K in its two parts or in one; the plan made outside the clock or by the call."""
+
+    kind = "ours"
+
+    def __init__(self, name: str = "ours", *, split_k: bool = True, planned: bool = False) -> None:
+        self.name, self.split_k, self.planned = name, split_k, planned
+
+    def version(self) -> str:
+        return f"mla_prefill {mla_prefill.__version__}"
+
+    def prepare(self, inputs: Inputs) -> Run:
+        case = inputs.case
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        options = {"scale": SCALE, "causal": case.causal}
+        options |= {"max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.kv_lens)}
+        if self.split_k:
+            options["k_pe"] = inputs.k_pe
+        if self.planned:
+            options["plan"] = mla_prefill.plan_prefill(
+                *lengths,
+                num_heads=case.num_heads,
+                causal=case.causal,
+                dtype=inputs.q.dtype,
+                max_tokens_q=inputs.q.shape[0],
+            )
+        if inputs.q.is_cuda:
+            options["return_lse"] = True  # as the peers there do
+        else:  # a new output would cost page faults
+            options["out"] = inputs.q.new_zeros(inputs.q.shape[0], case.num_heads, V)
+        k = inputs.k_nope if self.split_k else inputs.k
+        return lambda: mla_prefill.ragged_prefill(inputs.q, k, inputs.v, *lengths, **options)
 
 
-PEERS = {
-    "sdpa, V padded": sdpa_padded,
-    "sdpa, V padded, dense copies": sdpa_padded_dense,
-    "sdpa, unequal dims": sdpa_unequal,
-}
+class Sdpa(Peer):
+    """torch's SDPA on the CPU, one call per sequence, K concatenated ready-made.
+
+    ``padded``: V padded to K's width; ``dense``: every sequence copied to dense tensors; both outside the clock.
+    """
+
+    def __init__(self, name: str, *, padded: bool, dense: bool) -> None:
+        self.name, self.padded, self.dense = name, padded, dense
+
+    def prepare(self, inputs: Inputs) -> Run:
+        v = pad(inputs.v, (0, NOPE + ROPE - V)) if self.padded else inputs.v
+        sequences = []
+        for b in range(len(inputs.case.q_lens)):
+            rows = slice(int(inputs.cu_seqlens_q[b]), int(inputs.cu_seqlens_q[b + 1]))
+            keys = slice(int(inputs.cu_seqlens_k[b]), int(inputs.cu_seqlens_k[b + 1]))
+            parts = [x.transpose(0, 1).unsqueeze(0) for x in (inputs.q[rows], inputs.k[keys], v[keys])]
+            sequences.append([x.contiguous() for x in parts] if self.dense else parts)
+        causal = inputs.case.causal
+        return lambda: [scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE) for q, k, v in sequences]
+
+
+CPU_PEERS = [
+    Sdpa("sdpa, V padded", padded=True, dense=False),
+    Sdpa("sdpa, V padded, dense copies", padded=True, dense=True),
+    Sdpa("sdpa, unequal dims", padded=False, dense=False),
+]

@@ -16,7 +16,6 @@ HEAD_DIMS = {
     "even": (64, 64, 128),
     "no_rope": (256, 0, 256),
 }
-CUDA_HEAD_DIMS = tuple(HEAD_DIMS.values())  # the CPU takes any
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import CUDA_HEAD_DIMS, Case
+from cases import MLA, Case
 from torch import Tensor
 
 import mla_prefill
@@ -17,6 +17,29 @@ NAN = float("nan")
 INF = float("inf")
 CANARY = 7.0  # exact in every dtype
 LAYOUTS = ("dense", "head_major", "odd_offset", "sliced", "padded_rows")
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def has_kernel(op: str, device: str) -> bool:
+    """Whether the dispatcher has a kernel of ``torch.ops.mla_prefill.<op>`` for tensors on this device."""
+    key = torch.device(device).type.upper()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_prefill::{op}", key)
+
+
+def skip_without_kernel(op: str, device: str) -> None:
+    if not has_kernel(op, device):
+        pytest.skip(f"{op} has no kernel for {torch.device(device).type} in this build")
+
+
+def skip_without_memory(device: str, needed: int) -> None:
+    """``needed`` bytes, where memory that is never touched is memory nevertheless."""
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        if free < needed:
+            pytest.skip(f"needs {needed / 2**30:.0f} GiB of GPU memory, {free / 2**30:.0f} GiB are free")
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -50,15 +73,17 @@ def embed(
 
     ``head_major``: the first two dimensions swapped in memory (what a batched GEMM gives); ``odd_offset``: not even
     4-byte aligned for 2-byte elements; ``sliced``: a part of wider rows (a fused projection's output);
-    ``padded_rows``: extra elements between rows only.
+    ``padded_rows``: extra elements between rows only. The extra is an odd number of elements on the CPU and 16 bytes
+    of 2-byte elements on a GPU, whose kernel refuses less.
     """
+    extra = 5 if torch.device(device).type == "cpu" else 8
     order = [1, 0, *range(2, len(shape))] if layout == "head_major" and len(shape) == 3 else list(range(len(shape)))
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = step
         step *= max(shape[dim], 1)
         if (layout == "sliced" and dim == len(shape) - 1) or (layout == "padded_rows" and dim == 1):
-            step += 5
+            step += extra
     before = 3 if layout == "odd_offset" else 64
     buffer = torch.full((before + step + 64,), fill, device=device).to(dtype)
     return Embedded(buffer.as_strided(tuple(shape), strides, before), buffer, fill)
@@ -180,7 +205,6 @@ def make_inputs(
 
     In the layout ``projection`` k and v are the two slices of one tensor, as the output of kv_b_proj gives them.
     """
-    skip_unsupported(device, case.head_dims)
     generator = torch.Generator().manual_seed(seed)
     nope, rope, dim_v = case.head_dims
     total_q, total_k = sum(case.q_lens), sum(case.kv_lens)
@@ -212,11 +236,6 @@ def make_inputs(
     return inputs.map_tensors(lambda x: place(x, layout), "q", "k", "v", "k_pe")
 
 
-def skip_unsupported(device: str, head_dims: tuple[int, int, int]) -> None:
-    if device != "cpu" and head_dims not in CUDA_HEAD_DIMS:
-        pytest.skip(f"head dims {head_dims} are for the CPU")
-
-
 def quantize(inputs: Inputs, per_head: bool = False) -> Inputs:
     """The inputs in float8 e4m3, with the factors that undo the scaling."""
 
@@ -235,12 +254,53 @@ def quantize(inputs: Inputs, per_head: bool = False) -> Inputs:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
+def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
+    """What the CUDA kernel's message must begin with where it can't take the call: the first argument of this kind."""
+    if inputs.q.device.type == "cpu":
+        return None
+    if inputs.q.dtype not in (torch.bfloat16, torch.float16):
+        return "q"
+    nope, rope, dim_v = MLA
+    dims = (inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2])
+    if dims != (nope + rope, nope + rope if inputs.k_pe is None else nope, dim_v):
+        return "head dims"
+    if not inputs.scale > 0:
+        return "scale"
+    for name, x in (("q", inputs.q), ("k", inputs.k), ("k_pe", inputs.k_pe), ("v", inputs.v), ("out", out)):
+        if x is None:
+            continue
+        strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+        if x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in strides):
+            return name
+    return None
+
+
+def assert_refused_by_kernel(argument: str, inputs: Inputs, out: Tensor, lse: Tensor, **options: object) -> str:
+    """The message. Nothing may have been written, and the device must be well."""
+    before = out.clone(), lse.clone()
+    with pytest.raises(RuntimeError, match=rf"^{argument}: expected .* \(sm90 kernel\), got ") as caught:
+        mla_prefill.ragged_prefill(**inputs.kwargs(), out=out, lse=lse, **options)
+    torch.cuda.synchronize()
+    assert_same_bits(out, before[0])
+    assert_same_bits(lse, before[1])
+    return str(caught.value)
+
+
+def skip_refused(inputs: Inputs, out: Tensor | None = None, lse: Tensor | None = None) -> None:
+    """Ends a test whose inputs aren't for this device, after showing that they are refused by name."""
+    out = torch.zeros(inputs.out_shape, dtype=inputs.out_dtype, device=inputs.device) if out is None else out
+    lse = torch.zeros(inputs.lse_shape, device=inputs.device) if lse is None else lse
+    if argument := refused_argument(inputs, out):
+        pytest.skip(f"refused, as it must be: {assert_refused_by_kernel(argument, inputs, out, lse)}")
+
+
 def run(inputs: Inputs, *, out_layout: str = "dense", **options: object) -> tuple[Tensor, Tensor]:
     """``ragged_prefill`` into poisoned outputs amid canaries; checks all that it must not touch."""
     out = embed(inputs.out_shape, inputs.out_dtype, inputs.device, layout=out_layout)
     lse = embed(inputs.lse_shape, torch.float32, inputs.device, layout=out_layout)
     out.view.fill_(NAN)
     lse.view.fill_(NAN)
+    skip_refused(inputs, out.view, lse.view)
     bounds_before = inputs.cu_seqlens_q.clone(), inputs.cu_seqlens_k.clone()
     result = mla_prefill.ragged_prefill(**inputs.kwargs(), out=out.view, lse=lse.view, return_lse=True, **options)
     assert result[0] is out.view and result[1] is lse.view
@@ -351,6 +411,44 @@ def check(inputs: Inputs, **options: object) -> tuple[Tensor, Tensor]:
     out, lse = run(inputs, **options)
     assert_matches_oracle(inputs, out, lse)
     return out, lse
+
+
+# ---- running states --------------------------------------------------------------------------------------------------
+
+
+def partial_passes(inputs: Inputs, num_chunks: int) -> list[Inputs]:
+    """The new tokens of each sequence (causal), and its context cut into chunks (every row sees all of a chunk)."""
+
+    def keys_of(take: object, causal: bool) -> Inputs:
+        ranges = []
+        for rows, keys in inputs.bounds():
+            context = (
+                max(0, (keys.stop - keys.start) - (rows.stop - rows.start)) if inputs.causal else keys.stop - keys.start
+            )
+            low, high = take(context, keys.stop - keys.start)
+            ranges.append(torch.arange(keys.start + low, keys.start + high, device=inputs.q.device))
+        index = torch.cat(ranges)
+        chosen = inputs.map_tensors(lambda x: x[index], "k", "v", "k_pe")
+        return replace(chosen, cu_seqlens_k=cu_seqlens([len(r) for r in ranges], inputs.device), causal=causal)
+
+    chunks = [
+        keys_of(lambda context, _, c=c: (context * c // num_chunks, context * (c + 1) // num_chunks), False)
+        for c in range(num_chunks)
+    ]
+    new_tokens = [keys_of(lambda context, total: (context, total), True)] if inputs.causal else []
+    return new_tokens + chunks
+
+
+def accumulate(passes: list[Inputs], out_layout: str = "dense") -> tuple[torch.Tensor, torch.Tensor]:
+    out = embed(passes[0].out_shape, passes[0].out_dtype, passes[0].device, layout=out_layout)
+    lse = embed(passes[0].lse_shape, torch.float32, passes[0].device, layout=out_layout)
+    out.view.fill_(NAN)
+    lse.view.fill_(-INF)
+    for one in passes:
+        mla_prefill.ragged_prefill(**one.kwargs(), out=out.view, lse=lse.view, accumulate=True)
+    out.assert_rest_untouched()
+    lse.assert_rest_untouched()
+    return out.view, lse.view
 
 
 def merge_in(dtype: torch.dtype, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

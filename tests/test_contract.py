@@ -11,16 +11,18 @@ from cases import MLA, Case
 from helpers import (
     INF,
     NAN,
-    Inputs,
+    accumulate,
     assert_matches_oracle,
     assert_same_bits,
     bits,
     check,
     cu_seqlens,
-    embed,
     make_inputs,
+    partial_passes,
     quantize,
     run,
+    skip_refused,
+    skip_without_kernel,
 )
 
 import mla_prefill
@@ -123,47 +125,10 @@ def test_two_sequences_may_share_input_rows_of_a_buffer(overlap: str, device: st
 # ---- accumulate = merge = one pass -----------------------------------------------------------------------------------
 
 
-def partial_passes(inputs: Inputs, num_chunks: int) -> list[Inputs]:
-    """The new tokens of each sequence (causal), and its context cut into chunks (every row sees all of a chunk)."""
-
-    def keys_of(take: object, causal: bool) -> Inputs:
-        ranges = []
-        for rows, keys in inputs.bounds():
-            context = (
-                max(0, (keys.stop - keys.start) - (rows.stop - rows.start)) if inputs.causal else keys.stop - keys.start
-            )
-            low, high = take(context, keys.stop - keys.start)
-            ranges.append(torch.arange(keys.start + low, keys.start + high, device=inputs.q.device))
-        index = torch.cat(ranges)
-        chosen = inputs.map_tensors(lambda x: x[index], "k", "v", "k_pe")
-        return replace(chosen, cu_seqlens_k=cu_seqlens([len(r) for r in ranges], inputs.device), causal=causal)
-
-    chunks = [
-        keys_of(lambda context, _, c=c: (context * c // num_chunks, context * (c + 1) // num_chunks), False)
-        for c in range(num_chunks)
-    ]
-    new_tokens = [keys_of(lambda context, total: (context, total), True)] if inputs.causal else []
-    return new_tokens + chunks
-
-
-def accumulate(passes: list[Inputs], out_layout: str = "dense") -> tuple[torch.Tensor, torch.Tensor]:
-    out = embed(passes[0].out_shape, passes[0].out_dtype, passes[0].device, layout=out_layout)
-    lse = embed(passes[0].lse_shape, torch.float32, passes[0].device, layout=out_layout)
-    out.view.fill_(NAN)
-    lse.view.fill_(-INF)
-    for one in passes:
-        mla_prefill.ragged_prefill(**one.kwargs(), out=out.view, lse=lse.view, accumulate=True)
-    out.assert_rest_untouched()
-    lse.assert_rest_untouched()
-    return out.view, lse.view
-
-
 @pytest.mark.parametrize("backwards", [False, True], ids=["new_tokens_first", "context_first"])
 @pytest.mark.parametrize("num_chunks", [1, 2, 5])
 @MASKS
-def test_accumulate_is_merge_is_one_pass(
-    case: Case, num_chunks: int, backwards: bool, dtype: torch.dtype, device: str
-) -> None:
+def test_accumulate_is_one_pass(case: Case, num_chunks: int, backwards: bool, dtype: torch.dtype, device: str) -> None:
     inputs = make_inputs(case, dtype, device)
     passes = partial_passes(inputs, num_chunks)
     if backwards:
@@ -171,6 +136,13 @@ def test_accumulate_is_merge_is_one_pass(
     in_place = accumulate(passes, out_layout="sliced")
     assert_matches_oracle(inputs, *in_place, passes=len(passes))
 
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 5])
+@MASKS
+def test_merge_is_one_pass(case: Case, num_chunks: int, dtype: torch.dtype, device: str) -> None:
+    skip_without_kernel("merge_states", device)
+    inputs = make_inputs(case, dtype, device)
+    passes = partial_passes(inputs, num_chunks)
     out, lse = run(passes[0])
     for one in passes[1:]:
         out, lse = mla_prefill.merge_states(out, lse, *run(one))
@@ -179,6 +151,7 @@ def test_accumulate_is_merge_is_one_pass(
 
 def test_accumulate_of_float8(device: str) -> None:
     inputs = quantize(make_inputs(RAGGED, torch.float32, device))
+    skip_refused(inputs)
     passes = partial_passes(inputs, 3)
     assert_matches_oracle(inputs, *accumulate(passes), passes=len(passes))
 

@@ -7,13 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import FP8, INF, LAYOUTS, NAN, assert_same_bits, cu_seqlens, embed, int32, place
+from helpers import FP8, INF, LAYOUTS, NAN, assert_same_bits, cu_seqlens, embed, int32, place, skip_without_kernel
 
 import mla_prefill
 
 WIDTH = 576  # 512 latent + 64 rope
 BLOCK_SIZES = pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 PLAIN = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.fixture
+def device(device: str) -> str:
+    skip_without_kernel("gather_latent", device)
+    return device
 
 
 @dataclass

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import INF, LAYOUTS, NAN, Embedded, assert_same_bits, embed, merge_in, place
+from helpers import INF, LAYOUTS, NAN, Embedded, assert_same_bits, embed, merge_in, place, skip_without_kernel
 
 import mla_prefill
 
 State = tuple[torch.Tensor, torch.Tensor]
 DEAD = pytest.mark.parametrize("mark", [INF, -INF], ids=["+inf", "-inf"])
 PAYLOAD = pytest.mark.parametrize("payload", [NAN, INF, 5.0], ids=["nan", "inf", "5"])
+
+
+@pytest.fixture
+def device(device: str) -> str:
+    skip_without_kernel("merge_states", device)
+    return device
 
 
 def state(dtype: torch.dtype, device: str, seed: int, tokens: int = 37, heads: int = 5, dim: int = 128) -> State:

@@ -141,6 +141,9 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p
   }
 
   WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kHeaderInts);
+  for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += kCtas * kThreads) {
+    items[index] = {};  // so that equal lengths give equal plans
+  }
   for (int32_t index = blockIdx.x * kThreads + threadIdx.x; index < listed; index += kCtas * kThreads) {
     int32_t low = 0, high = num_sequences;  // the sequence whose items include this one
     while (high - low > 1) {

@@ -10,6 +10,7 @@
 namespace mla_prefill::sm90 {
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
@@ -38,10 +39,15 @@ struct OnlineSoftmax {
       for (int i = 0; i < kTileKV / 8; ++i) top = fmaxf(top, fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      float reference = top * scale_log2;
+      float reference = __fmul_rn(top, scale_log2);
+      // Between the rounded references that the weights were taken against, so that it is exactly 1 while the maximum
+      // stays: a fused product would leave a factor of its rounding error at each key tile.
+      if (!kFirst) correction[r] = exp2_approx(__fmul_rn(max[r], scale_log2) - reference);
       // A row that has seen no key: any finite reference makes its weights 0, where -inf would make NaN.
-      if (kMasked && top == -INFINITY) reference = 0.0f;
-      if (!kFirst) correction[r] = exp2_approx(fmaf(max[r], scale_log2, -reference));
+      if (kMasked && top == -INFINITY) {
+        reference = 0.0f;
+        correction[r] = 0.0f;
+      }
       max[r] = top;
       float added = 0.0f;
 #pragma unroll
@@ -71,7 +77,7 @@ struct OnlineSoftmax {
       float total = sum[r] + __shfl_xor_sync(~0u, sum[r], 1);
       total += __shfl_xor_sync(~0u, total, 2);
       result.sum[r] = total;
-      result.lse[r] = total == 0.0f ? -INFINITY : fmaf(max[r], scale, __logf(total));
+      result.lse[r] = total == 0.0f ? -INFINITY : (__fmul_rn(max[r], scale * kLog2E) + __log2f(total)) * kLn2;
     }
     return result;
   }

@@ -1,0 +1,839 @@
+"""What can go wrong on a GPU only. The contract that all devices share is tested there too, by the tests that take the
+``device`` fixture: the table of shapes, isolation, hints, opcheck, bad arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import HEAD_DIMS, MLA, Case
+from helpers import (
+    INF,
+    NAN,
+    Inputs,
+    accumulate,
+    assert_matches_oracle,
+    assert_refused_by_kernel,
+    assert_same_bits,
+    check,
+    cu_seqlens,
+    int32,
+    make_inputs,
+    merge_in,
+    partial_passes,
+    place,
+    quantize,
+    run,
+    skip_without_memory,
+)
+
+import mla_prefill
+from mla_prefill import PrefillPlan, plan_prefill
+
+pytestmark = pytest.mark.gpu
+
+State = tuple[torch.Tensor, torch.Tensor]
+
+# Sequences of at most 128 keys take the kernel of small tiles, the others that of large ones.
+MIXED = Case("mixed", (128, 1, 0, 64, 300, 7, 500, 33, 129, 40), (1100, 64, 9, 128, 300, 0, 500, 129, 127, 20), 5, True)
+LONG = Case("long", (600, 70), (2500, 4000), 4, True)
+SHORT = Case("short", tuple(1 + i * 7 % 65 for i in range(300)), tuple(i * 13 % 129 for i in range(300)), 3, True)
+BOTH_MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+CASES = pytest.mark.parametrize("case", [MIXED, replace(MIXED, causal=False, name="mixed_full"), LONG, SHORT], ids=str)
+LAYOUTS = ("dense", "head_major", "sliced", "padded_rows")
+
+SLEEP = 300_000_000  # clock cycles for torch.cuda._sleep: longer than any of these tests takes to enqueue its work
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda"
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def large_memory(device: str) -> Iterator[None]:
+    skip_without_memory(device, 24 * 2**30)
+    yield
+    torch.cuda.empty_cache()
+
+
+def attend(inputs: Inputs, **options: object) -> State:
+    """Enqueues the call and nothing else, unlike ``run``."""
+    return mla_prefill.ragged_prefill(**inputs.kwargs(), return_lse=True, **options)
+
+
+def projected(inputs: Inputs) -> Inputs:
+    """The same k and v as the two slices of one tensor, as the output of kv_b_proj gives them."""
+    widths = [inputs.k.shape[2], inputs.v.shape[2]]
+    k, v = torch.cat([inputs.k, inputs.v], dim=-1).split(widths, dim=-1)
+    return replace(inputs, k=k, v=v)
+
+
+def plan_of(inputs: Inputs, **options: object) -> PrefillPlan:
+    return plan_prefill(
+        inputs.cu_seqlens_q,
+        inputs.cu_seqlens_k,
+        num_heads=inputs.q.shape[1],
+        causal=inputs.causal,
+        head_dims=MLA,
+        dtype=inputs.q.dtype,
+        **{"max_tokens_q": inputs.q.shape[0], **options},
+    )
+
+
+def assert_same(got: State, expected: State) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+# ---- right answers ---------------------------------------------------------------------------------------------------
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 255, 256, 257])
+def test_tile_edges(rows: int, causal: bool, dtype: torch.dtype, device: str) -> None:
+    keys = (0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
+    check(make_inputs(Case("edges", (rows,) * len(keys), keys, 2, causal), dtype, device, layout="projection"))
+
+
+@CASES
+def test_mixed_lengths(case: Case, dtype: torch.dtype, device: str) -> None:
+    check(make_inputs(case, dtype, device, layout="projection"))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5, 8, 12, 16, 20, 128])
+def test_any_number_of_heads(heads: int, dtype: torch.dtype, device: str) -> None:
+    case = Case("heads", (3, 40, 0, 17, 130, 200), (35, 40, 9, 120, 300, 129), heads, True)
+    inputs = make_inputs(case, dtype, device, layout="projection")
+    assert_same(run(inputs.with_joined_k()), check(inputs))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@CASES
+def test_layouts_do_not_change_bits(case: Case, layout: str, dtype: torch.dtype, device: str) -> None:
+    """Split and joined K, slices of a projection and of a latent row, head-major and padded strides."""
+    dense = make_inputs(case, dtype, device)
+    expected = run(dense)
+    laid_out = make_inputs(case, dtype, device, layout=layout)
+    latent = torch.full((dense.k.shape[0], 576), NAN, dtype=dtype, device=device)
+    latent[:, 512:] = dense.k_pe
+    for inputs in (
+        laid_out,
+        make_inputs(case, dtype, device, split_k=False, layout=layout),
+        projected(dense),
+        projected(dense.with_joined_k()),
+        replace(laid_out, k_pe=latent[:, 512:]),
+        replace(laid_out, k_pe=latent.unsqueeze(1)[..., 512:]),
+    ):
+        assert_same(run(inputs, out_layout=layout), expected)
+
+
+def test_strides_of_one_row_or_head_are_free(dtype: torch.dtype, device: str) -> None:
+    """Nothing steps over them, so they need no alignment."""
+    inputs = make_inputs(Case("one", (1,), (1,), 1, True), dtype, device)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        strides = (777, 333, 1) if x.dim() == 3 else (777, 1)
+        return x.as_strided(x.shape, strides)
+
+    assert_same(run(inputs.map_tensors(odd, "q", "k", "v", "k_pe")), check(inputs))
+
+
+# ---- large logits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logit", [1e5, -1e5, 98765.0, 300.0])
+def test_equal_logits_weigh_the_same_in_every_key_tile(logit: float, dtype: torch.dtype, device: str) -> None:
+    """An error of the running maximum's rounding would grow with every tile, and shift weight between the ends."""
+    keys = 16384
+    inputs = make_inputs(Case("equal", (70,), (keys,), 1, False), dtype, device, scale=abs(logit) / 961)
+    for x in (inputs.q, inputs.k, inputs.k_pe, inputs.v):
+        x.zero_()
+    inputs.q[..., 0] = 31
+    inputs.k[..., 0] = 31 if logit > 0 else -31
+    inputs.v[: keys // 2, :, 0] = 1
+    inputs.v[keys // 2 :, :, 1] = 1
+    out, lse = run(inputs)
+    torch.testing.assert_close(
+        out[..., :2], torch.full_like(out[..., :2], 0.5), rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
+    assert (out[..., 2:] == 0).all()
+    expected = torch.logsumexp(torch.full((keys,), logit, dtype=torch.float64), 0).item()
+    torch.testing.assert_close(lse, torch.full_like(lse, expected), rtol=1e-6, atol=0)
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
+def test_random_large_logits(scale: float, causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Up to about 2e4, one key per row with nearly all the weight."""
+    check(make_inputs(replace(MIXED, causal=causal), dtype, device, scale=scale))
+
+
+def test_lse_of_a_long_sequence(dtype: torch.dtype, device: str) -> None:
+    """512 key tiles, logits of a few hundred: float32 must do for all of it."""
+    check(make_inputs(Case("long", (16,), (65536,), 1, True), dtype, device, scale=5.0))
+
+
+# ---- the same bits, whatever is around -------------------------------------------------------------------------------
+
+
+@CASES
+def test_50_runs_give_the_same_bits(case: Case, dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(case, dtype, device, layout="projection")
+    expected = run(inputs)
+    plan = plan_of(inputs)
+    state = torch.randn_like(expected[0]), torch.randn_like(expected[1])
+    merged = tuple(x.clone() for x in state)
+    attend(inputs, out=merged[0], lse=merged[1], accumulate=True)
+    for repeat in range(50):
+        assert_same(attend(inputs, plan=plan if repeat % 2 else None), expected)
+        again = tuple(x.clone() for x in state)
+        attend(inputs, out=again[0], lse=again[1], accumulate=True)
+        assert_same(again, merged)
+
+
+def rebatch(inputs: Inputs, chosen: Sequence[int], before: int) -> tuple[Inputs, torch.Tensor]:
+    """These sequences in this order behind ``before`` rows of NaN, and which row of ``inputs`` each row is."""
+    bounds = inputs.bounds()
+
+    def index(parts: list[slice]) -> torch.Tensor:
+        own = [torch.arange(part.start, part.stop) for part in parts]
+        return torch.cat([torch.zeros(before, dtype=torch.int64), *own]).to(inputs.q.device)
+
+    def take(rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        def from_rows(x: torch.Tensor) -> torch.Tensor:
+            taken = x[rows]
+            taken[:before] = NAN
+            return taken
+
+        return from_rows
+
+    parts_q, parts_k = ([bounds[b][side] for b in chosen] for side in (0, 1))
+    rows = index(parts_q)
+    batch = inputs.map_tensors(take(rows), "q").map_tensors(take(index(parts_k)), "k", "v", "k_pe")
+    lens_q, lens_k = ([part.stop - part.start for part in parts] for parts in (parts_q, parts_k))
+    return replace(
+        batch,
+        cu_seqlens_q=cu_seqlens(lens_q, inputs.device, before),
+        cu_seqlens_k=cu_seqlens(lens_k, inputs.device, before),
+    ), rows
+
+
+@CASES
+def test_batch_invariance(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Alone, in any batch, at any offset, short and long sequences mixed."""
+    inputs = make_inputs(case, dtype, device, layout="projection")
+    out, lse = run(inputs)
+    count = len(case.q_lens)
+    for index, (rows, _) in enumerate(inputs.bounds()[:20]):
+        assert_same(run(inputs.sequence(index)), (out[rows], lse[:, rows]))
+    generator = torch.Generator().manual_seed(2)
+    orders = [list(reversed(range(count))), torch.randperm(count, generator=generator).tolist()]
+    orders += [torch.randint(count, (size,), generator=generator).tolist() for size in (2, 3, 2 * count)]
+    for before, order in enumerate(orders):
+        batch, rows = rebatch(inputs, order, before)
+        got_out, got_lse = run(batch)
+        assert_same((got_out[before:], got_lse[:, before:]), (out[rows[before:]], lse[:, rows[before:]]))
+
+
+def test_heads_do_not_matter_to_each_other(dtype: torch.dtype, device: str) -> None:
+    """A rank with a part of the heads computes the same bits."""
+    inputs = make_inputs(replace(MIXED, num_heads=20), dtype, device)
+    out, lse = run(inputs)
+    for heads in (slice(0, 1), slice(3, 11), slice(19, 20)):
+        part = inputs.map_tensors(lambda x, heads=heads: x[:, heads], "q", "k", "v")
+        assert_same(run(part), (out[:, heads], lse[heads]))
+
+
+@pytest.mark.parametrize("factor", [8, 10**7], ids=["eight_times", "huge"])
+def test_hints_do_not_change_bits(factor: int, dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(MIXED, dtype, device)
+    hints = {"max_seqlen_q": factor * max(MIXED.q_lens), "max_seqlen_k": factor * max(MIXED.kv_lens)}
+    expected = run(inputs)
+    assert_same(run(inputs, **hints), expected)
+    assert_same(run(inputs, plan=plan_of(inputs, **hints), **hints), expected)
+
+
+# ---- memory of nobody, and of others ---------------------------------------------------------------------------------
+
+
+def whole_buffer(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(0).set_(x.untyped_storage())
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("hostile", [NAN, INF, -INF], ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "projection"])
+def test_poison_all_around(layout: str, hostile: float, causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Before, behind and between rows, in rows that only a sequence without partners owns, and beside cu_seqlens."""
+    case = Case("gaps", (33, 0, 20, 130, 0, 64, 1), (70, 150, 0, 300, 40, 64, 129), 3, causal)
+    expected = run(make_inputs(case, dtype, device))
+    first, behind = 3, 37
+    inputs = make_inputs(case, dtype, device, before=first, after=behind, outside=hostile)
+    for (rows, keys), len_q, len_k in zip(inputs.bounds(), case.q_lens, case.kv_lens, strict=True):
+        if len_q == 0:
+            for x in (inputs.k, inputs.v, inputs.k_pe):
+                x[keys] = hostile
+        if len_k == 0:
+            inputs.q[rows] = hostile
+    if layout == "projection":
+        inputs = projected(inputs)
+    else:
+        inputs = inputs.map_tensors(lambda x: place(x, layout, fill=hostile), "q", "k", "v", "k_pe")
+
+    def amid_nonsense(bounds: torch.Tensor) -> torch.Tensor:
+        return int32([2**31 - 1] * 9 + bounds.tolist() + [-(2**31)] * 9, device)[9:-9]
+
+    inputs = inputs.map_tensors(amid_nonsense, "cu_seqlens_q", "cu_seqlens_k")
+    names = ("q", "k", "v", "k_pe", "cu_seqlens_q", "cu_seqlens_k")
+    before = {name: whole_buffer(getattr(inputs, name)).clone() for name in names}
+    out, lse = run(inputs, out_layout="dense" if layout == "projection" else layout)
+    assert_same((out[first:-behind], lse[:, first:-behind]), expected)
+    for name in names:
+        assert_same_bits(whole_buffer(getattr(inputs, name)), before[name])
+
+
+@BOTH_MASKS
+def test_poisoned_neighbours(causal: bool, dtype: torch.dtype, device: str) -> None:
+    case = Case("neighbours", (64, 65, 1, 200, 128), (128, 129, 64, 333, 63), 2, causal)
+    clean = make_inputs(case, dtype, device)
+    out, lse = run(clean)
+    for rows, keys in clean.bounds():
+
+        def only(part: slice) -> Callable[[torch.Tensor], torch.Tensor]:
+            def keep(x: torch.Tensor) -> torch.Tensor:
+                kept = torch.full_like(x, NAN)
+                kept[part] = x[part]
+                return kept
+
+            return keep
+
+        poisoned = clean.map_tensors(only(rows), "q").map_tensors(only(keys), "k", "v", "k_pe")
+        got_out, got_lse = run(poisoned)
+        assert_same((got_out[rows], got_lse[:, rows]), (out[rows], lse[:, rows]))
+
+
+@pytest.mark.parametrize("split_k", [True, False], ids=["split_k", "joined_k"])
+def test_A10_tensors_of_more_than_2_31_elements(split_k: bool, device: str, large_memory: None) -> None:
+    """Two sequences behind row 2^20 of tensors with 16 heads: offsets of q, k, v and out past 2^31 elements."""
+    first, heads = 2**20, 16
+    near = make_inputs(Case("A10", (150, 7), (333, 90), heads, True), torch.bfloat16, device, split_k=split_k)
+    expected = check(near)
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.full((first + x.shape[0], *x.shape[1:]), NAN, dtype=x.dtype, device=device)
+        rows[first:] = x
+        return rows
+
+    inputs = near.map_tensors(far, "q", "k", "k_pe", "v")
+    inputs = inputs.map_tensors(lambda bounds: bounds + first, "cu_seqlens_q", "cu_seqlens_k")
+    out = torch.full(inputs.out_shape, NAN, dtype=torch.bfloat16, device=device)
+    lse = torch.full(inputs.lse_shape, NAN, device=device)
+    assert min(x.numel() for x in (inputs.q, inputs.k, inputs.v, out)) > 2**31
+    attend(inputs, out=out, lse=lse)
+    assert_same((out[first:], lse[:, first:]), expected)
+    assert lse[:, :first].isnan().all() and all(out[at : at + 2**16].isnan().all() for at in range(0, first, 2**16))
+
+
+def test_A10_a_stride_that_TMA_can_not_take(device: str, large_memory: None) -> None:
+    inputs = make_inputs(Case("A10", (2,), (5,), 1, True), torch.bfloat16, device)
+    buffer = torch.empty(2**33 + 192, dtype=torch.bfloat16, device=device)
+    far = replace(inputs, q=buffer.as_strided((2, 1, 192), (2**33, 192, 1)))
+    assert_refused_by_kernel("q", far, *run(inputs))
+
+
+# ---- accumulate ------------------------------------------------------------------------------------------------------
+
+
+@BOTH_MASKS
+@pytest.mark.parametrize("num_chunks", [2, 7])
+def test_chunks_add_up_to_one_pass(num_chunks: int, causal: bool, dtype: torch.dtype, device: str) -> None:
+    case = Case("chunks", (300, 64, 1, 129, 40), (3000, 700, 2000, 129, 20), 4, causal)
+    inputs = make_inputs(case, dtype, device, layout="projection")
+    passes = partial_passes(inputs, num_chunks)
+    results = [accumulate(passes, layout) for layout in LAYOUTS]
+    assert_matches_oracle(inputs, *results[0], passes=len(passes))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@BOTH_MASKS
+def test_dead_and_live_states_side_by_side(causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Of the rows and heads of one tile: what is dead (lse +inf or -inf, NaN in out) must not spread."""
+    inputs = make_inputs(replace(MIXED, causal=causal), dtype, device)
+    own_out, own_lse = run(inputs)
+    generator = torch.Generator().manual_seed(3)
+    state_lse = 3 * torch.randn(inputs.lse_shape, generator=generator).to(device)
+    state_out = torch.randn(inputs.out_shape, generator=generator).to(dtype).to(device)
+    kind = torch.randint(4, inputs.lse_shape, generator=generator).to(device)
+    state_lse[kind == 0] = INF
+    state_lse[kind == 1] = -INF
+    dead = kind < 2
+    state_out[dead.t()] = NAN
+    out, lse = state_out.clone(), state_lse.clone()
+    attend(inputs, out=out, lse=lse, accumulate=True)
+
+    def assert_is(where: torch.Tensor, expected: State) -> None:
+        assert_same((out[where.t()], lse[where]), (expected[0][where.t()], expected[1][where]))
+
+    no_key = torch.isneginf(own_lse)
+    assert_is(dead, (own_out, own_lse))
+    assert_is(~dead & no_key, (state_out, state_lse))
+    both = ~dead & ~no_key
+    merged, merged_lse = merge_in(torch.float64, state_out, state_lse, own_out, own_lse)
+    size = torch.maximum(state_out.abs(), own_out.abs()).double().amax(dim=-1, keepdim=True)
+    error = ((out.double() - merged).abs() / size)[both.t()]
+    assert error.max() <= torch.finfo(dtype).eps  # half of it for own_out, half for the result
+    torch.testing.assert_close(lse[both].double(), merged_lse[both], rtol=1e-6, atol=2e-6)
+
+
+@BOTH_MASKS
+def test_a_pass_without_keys(causal: bool, dtype: torch.dtype, device: str) -> None:
+    """Live states keep their bits; dead ones become 0 and -inf."""
+    inputs = make_inputs(Case("no_keys", (1, 64, 0, 200), (0,) * 4, 5, causal), dtype, device)
+    lse = torch.randn(inputs.lse_shape, device=device)
+    lse[:, ::3], lse[:, 1::3] = INF, -INF
+    dead = lse.isinf()
+    out = torch.randn(inputs.out_shape, device=device).to(dtype)
+    out[dead.t()] = NAN
+    expected = out.masked_fill(dead.t().unsqueeze(-1), 0.0), lse.masked_fill(dead, -INF)
+    attend(inputs, out=out, lse=lse, accumulate=True)
+    assert_same((out, lse), expected)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+HEADER_INTS, ITEM_INTS, SHORT_KEYS = 16, 8, 128
+
+
+def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
+    """A fifth without rows, a fifth without keys, a third short, a few very long."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(high: int) -> torch.Tensor:
+        return torch.randint(1, high, (batch,), generator=generator)
+
+    def chance(probability: float) -> torch.Tensor:
+        return torch.rand(batch, generator=generator) < probability
+
+    keys = below(5000).where(chance(0.67), below(200)).where(~chance(0.01), below(100_000)) * ~chance(0.2)
+    return (below(300) * ~chance(0.2)).tolist(), keys.tolist()
+
+
+def assert_host_plans_the_same(q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool) -> None:
+    binding = pytest.importorskip("mla_prefill._C")
+    bounds = [cu_seqlens(lens, start=start) for lens, start in ((q_lens, 5), (kv_lens, 0))]
+    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend="sm90")
+    expected = torch.tensor(host, dtype=torch.int32).reshape(-1, ITEM_INTS)
+    plan = plan_prefill(
+        *(int32(x.tolist(), "cuda") for x in bounds), num_heads=num_heads, causal=causal, max_tokens_q=sum(q_lens)
+    )
+    got = plan.tensor.cpu()
+    assert int(got[1]) == len(expected) <= plan.capacity
+    assert torch.equal(got[HEADER_INTS:].view(-1, ITEM_INTS)[: len(expected)], expected)
+    version, _, capacity, batch, heads, mask, tile_q, tile_kv, first_short, *counters = got[:HEADER_INTS].tolist()
+    assert (capacity, batch, heads, bool(mask)) == (plan.capacity, len(q_lens), num_heads, causal)
+    assert version >= 1 and (tile_q, tile_kv) == (128, 128) and not any(counters)
+    short = torch.tensor([*kv_lens, 0])[expected[:, 0].long()] <= SHORT_KEYS
+    assert not short[:first_short].any() and short[first_short:].all()
+
+
+@pytest.mark.parametrize(("num_heads", "causal"), [(1, True), (5, False), (16, True)])
+@pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 1023, 1024, 1025, 5000])
+def test_device_planner_is_the_host_planner(batch: int, num_heads: int, causal: bool) -> None:
+    assert_host_plans_the_same(*random_lens(batch, seed=batch), num_heads, causal)
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens"),
+    [
+        ([0] * 3000, [700] * 3000),
+        ([0] * 1024 + [5], [9] * 1025),
+        ([3] * 2000, [700] * 2000),
+        ([3] * 2000, [SHORT_KEYS, SHORT_KEYS + 1] * 1000),
+        ([100_000], [1_000_000]),
+    ],
+    ids=["no_rows", "last_only", "equal", "around_short", "one_huge"],
+)
+def test_planners_agree_on_odd_batches(q_lens: list[int], kv_lens: list[int]) -> None:
+    for causal in (True, False):
+        assert_host_plans_the_same(q_lens, kv_lens, 12, causal)
+
+
+def test_planners_agree_on_128_heads() -> None:
+    assert_host_plans_the_same(*random_lens(40, seed=9), 128, True)
+
+
+def test_planners_agree_on_hundred_thousand_sequences() -> None:
+    count = 100_000
+    assert_host_plans_the_same([i % 4 for i in range(count)], [i * 37 % 600 for i in range(count)], 1, True)
+
+
+def test_plan_with_too_little_room_is_cut_off(device: str) -> None:
+    """max_tokens_q below the rows can't be seen without waiting for the GPU. Rows without an item are left alone."""
+    inputs = make_inputs(Case("cut", (2000, 3), (2000, 50), 4, True), torch.bfloat16, device)
+    whole, cut = plan_of(inputs), plan_of(inputs, max_tokens_q=300)
+    assert cut.num_items == cut.capacity < whole.num_items
+    assert cut.items() == whole.items()[: cut.num_items]
+    expected_out, _ = run(inputs)
+    out, _ = run(inputs, plan=cut)
+    written = ~out.isnan().any(dim=-1)
+    assert 0 < written.sum() < written.numel()
+    assert_same_bits(out[written], expected_out[written])
+
+
+@CASES
+def test_one_plan_serves_many_layers(case: Case, dtype: torch.dtype, device: str) -> None:
+    """Enqueued back to back: the plan's counters are as new when the next layer starts."""
+    layers = [make_inputs(case, dtype, device, seed=seed) for seed in range(8)]
+    expected = [run(layer) for layer in layers]
+    plan = plan_of(layers[0])
+    before = plan.tensor.clone()
+    results = [attend(layer, plan=plan) for _ in range(3) for layer in layers]
+    for index, result in enumerate(results):
+        assert_same(result, expected[index % len(layers)])
+    assert torch.equal(plan.tensor, before)
+
+
+# ---- streams, devices, graphs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "on_the_fly"])
+def test_runs_in_the_order_of_the_current_stream(planned: bool, device: str) -> None:
+    """All inputs, the lengths too, arrive late on a stream that isn't the default one."""
+    inputs = make_inputs(MIXED, torch.bfloat16, device)
+    expected = run(inputs)
+    names = ("q", "k", "v", "k_pe", "cu_seqlens_q", "cu_seqlens_k")
+    late = inputs.map_tensors(torch.zeros_like, *names)
+    stream, done = torch.cuda.Stream(), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SLEEP)
+        for name in names:
+            getattr(late, name).copy_(getattr(inputs, name))
+        result = attend(late, plan=plan_of(late) if planned else None)
+        done.record()
+    torch.cuda.current_stream().wait_event(done)
+    assert_same(result, expected)
+
+
+def test_does_not_wait_for_other_streams(device: str) -> None:
+    inputs = make_inputs(MIXED, torch.bfloat16, device)
+    expected = run(inputs)
+    stream, blocked = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        attend(inputs)  # what it allocates is there from now on
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)
+    blocked.record()
+    with torch.cuda.stream(stream):
+        result = attend(inputs)
+    stream.synchronize()
+    assert not blocked.query()
+    torch.cuda.synchronize()
+    assert_same(result, expected)
+
+
+def test_streams_side_by_side(device: str) -> None:
+    """Each call's own plan and scratch."""
+    cases = (MIXED, LONG, SHORT)
+    batches = [make_inputs(case, torch.bfloat16, device) for case in cases]
+    expected = [run(inputs) for inputs in batches]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for stream, inputs in zip(streams, batches, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(attend(inputs))
+    torch.cuda.synchronize()
+    for index, result in enumerate(results):
+        assert_same(result, expected[index % len(cases)])
+
+
+def test_never_waits_for_the_device(device: str) -> None:
+    """By torch's account, and by the clock: the device is still at what came before when all calls are back."""
+    inputs = make_inputs(MIXED, torch.bfloat16, device)
+    joined = inputs.with_joined_k()
+
+    def step() -> None:
+        plan = plan_of(inputs)
+        out, lse = attend(inputs, plan=plan)
+        attend(joined, plan=plan)
+        attend(inputs, out=out, lse=lse, accumulate=True)
+        mla_prefill.ragged_prefill(**inputs.kwargs())
+
+    step()  # loads the kernels, grows torch's memory pool
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(SLEEP)
+        step()
+        done.record()
+        assert not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def test_runs_on_the_device_of_its_tensors() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert torch.cuda.current_device() == 0
+    expected = run(make_inputs(MIXED, torch.bfloat16, "cuda:0"))
+    inputs = make_inputs(MIXED, torch.bfloat16, "cuda:1")
+    result = run(inputs, plan=plan_of(inputs))
+    assert torch.cuda.current_device() == 0
+    assert all(x.device == torch.device("cuda:1") for x in result)
+    assert_same(tuple(x.to("cuda:0") for x in result), expected)
+    with pytest.raises(RuntimeError, match=r"^k: expected q's device, cuda:1, got cuda:0"):
+        attend(replace(inputs, k=inputs.k.to("cuda:0")))
+
+
+@pytest.mark.parametrize("planned", ["inside", "outside", "on_the_fly"])
+def test_graph_replays_with_new_lengths(planned: str, device: str) -> None:
+    """New tokens and a context pass folded in. The plan is a part of the graph, or a tensor renewed in place."""
+    rows, keys = 700, 3000
+    own = make_inputs(Case("own", (rows,), (keys,), 4, True), torch.bfloat16, device)
+    lens = [
+        ((128, 1, 300, 40), (128, 900, 300, 500)),
+        ((rows, 0, 0, 0), (keys, 0, 0, 0)),
+        ((0, 0, 0, 0), (0, 0, 0, 0)),
+        ((1, 2, 3, 4), (128, 129, 0, 8)),
+        ((175, 175, 175, 175), (750, 750, 750, 750)),
+        ((128, 1, 300, 40), (128, 900, 300, 500)),
+    ]
+    own = replace(own, cu_seqlens_q=cu_seqlens(lens[0][0], device), cu_seqlens_k=cu_seqlens(lens[0][1], device))
+    other = make_inputs(Case("other", (rows,), (keys,), 4, False), torch.bfloat16, device, seed=1)
+    context = replace(other, q=own.q, cu_seqlens_q=own.cu_seqlens_q, cu_seqlens_k=own.cu_seqlens_k)
+    out = torch.empty(own.out_shape, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(own.lse_shape, device=device)
+
+    def step(plans: tuple[PrefillPlan | None, PrefillPlan | None]) -> None:
+        attend(own, out=out, lse=lse, plan=plans[0])
+        attend(context, out=out, lse=lse, plan=plans[1], accumulate=True)
+
+    def new_plans() -> tuple[PrefillPlan, PrefillPlan]:
+        return plan_of(own), plan_of(context)
+
+    step(new_plans())
+    outside = new_plans()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step({"inside": new_plans, "outside": lambda: outside, "on_the_fly": lambda: (None, None)}[planned]())
+
+    for index, (q_lens, kv_lens) in enumerate(lens):
+        own.q.normal_(generator=torch.Generator(device).manual_seed(index))
+        own.cu_seqlens_q.copy_(cu_seqlens(q_lens))
+        own.cu_seqlens_k.copy_(cu_seqlens(kv_lens))
+        results = []
+        for replayed in (False, True):
+            out.fill_(NAN)
+            lse.fill_(NAN)
+            if not replayed:
+                step((None, None))
+            else:
+                if planned == "outside":
+                    for held, new in zip(outside, new_plans(), strict=True):
+                        held.tensor.copy_(new.tensor)
+                graph.replay()
+            results.append((out.clone(), lse.clone()))
+        assert_same(*results)
+        total = sum(q_lens)
+        assert not out[:total].isnan().any() and out[total:].isnan().all() and lse[:, total:].isnan().all()
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+def test_compiles_to_one_graph(device: str) -> None:
+    pytest.importorskip("triton")
+
+    def step(q, k, v, k_pe, cu_q, cu_k):
+        plan = plan_prefill(cu_q, cu_k, num_heads=q.shape[1], causal=True, dtype=q.dtype, max_tokens_q=q.shape[0])
+        options = {"scale": 0.1, "k_pe": k_pe}
+        out, lse = mla_prefill.ragged_prefill(
+            q * 2, k, v, cu_q, cu_k, causal=True, plan=plan, return_lse=True, **options
+        )
+        mla_prefill.ragged_prefill(q, k, v, cu_q, cu_k, causal=False, out=out, lse=lse, accumulate=True, **options)
+        return out + 1, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for size in (5, 70, 300):
+        inputs = make_inputs(
+            Case("step", (size, 3), (2 * size, 9), 4, True), torch.bfloat16, device, layout="projection"
+        )
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.k_pe, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+        assert_same(compiled(*arguments), step(*arguments))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+SMALL = Case("small", (4, 3), (6, 5), 2, True)
+
+
+def outputs(inputs: Inputs) -> State:
+    out = torch.full(inputs.out_shape, 7.0, dtype=inputs.out_dtype, device=inputs.device)
+    return out, torch.full(inputs.lse_shape, 7.0, device=inputs.device)
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [*(dims for dims in HEAD_DIMS.values() if dims != MLA), (128, 64, 64), (128, 32, 128), (64, 128, 128)],
+    ids=str,
+)
+def test_other_head_dims_are_refused(dims: tuple[int, int, int], device: str) -> None:
+    inputs = make_inputs(replace(SMALL, head_dims=dims), torch.bfloat16, device)
+    assert_refused_by_kernel("head dims", inputs, *outputs(inputs))
+
+
+def test_other_dtypes_are_refused(device: str) -> None:
+    inputs = make_inputs(SMALL, torch.float32, device)
+    for other in (inputs, quantize(inputs)):
+        message = assert_refused_by_kernel("q", other, *outputs(other))
+        assert "bfloat16 or float16" in message
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.1, 1e-60])
+def test_scales_that_are_not_above_0_are_refused(scale: float, device: str) -> None:
+    """As float32: 1e-60 is 0."""
+    inputs = make_inputs(SMALL, torch.bfloat16, device, scale=scale)
+    assert_refused_by_kernel("scale", inputs, *outputs(inputs))
+
+
+@pytest.mark.parametrize("elements", [1, 4], ids=["2_bytes", "8_bytes"])
+@pytest.mark.parametrize("what", ["base", "row_stride", "head_stride"])
+@pytest.mark.parametrize("name", ["q", "k", "k_pe", "v", "out"])
+def test_unaligned_tensors_are_refused(name: str, what: str, elements: int, device: str) -> None:
+    """By the name of the tensor. An address or stride that isn't a multiple of 16 bytes is out of TMA's reach."""
+    if (name, what) == ("k_pe", "head_stride"):
+        pytest.skip("k_pe has one head")
+    inputs = make_inputs(SMALL, torch.bfloat16, device)
+    out, lse = outputs(inputs)
+
+    def unalign(x: torch.Tensor) -> torch.Tensor:
+        strides = list(x.stride())
+        if what == "head_stride":
+            strides[1] += elements
+            strides[0] = x.shape[1] * strides[1] + 8 - x.shape[1] * strides[1] % 8
+        elif what == "row_stride":
+            strides[0] += elements
+        buffer = torch.full((8 + x.shape[0] * strides[0] + 8,), 7.0, dtype=x.dtype, device=device)
+        moved = buffer.as_strided(x.shape, strides, elements if what == "base" else 8)
+        moved.copy_(x)
+        return moved
+
+    if name == "out":
+        out = unalign(out)
+    else:
+        inputs = inputs.map_tensors(unalign, name)
+    message = assert_refused_by_kernel(name, inputs, out, lse)
+    assert "multiples of 16 bytes" in message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["q", "k", "v", "k_pe", "cu_seqlens_q", "cu_seqlens_k", "out", "lse", "plan"],
+    ids=lambda name: f"{name}_on_cpu",
+)
+def test_a_tensor_on_the_host_is_refused(name: str, device: str) -> None:
+    """And the other way round: one on the GPU among tensors of the host."""
+    inputs = make_inputs(SMALL, torch.bfloat16, device)
+    out, lse = outputs(inputs)
+    on_gpu = {**inputs.kwargs(), "out": out, "lse": lse, "plan": plan_of(inputs)}
+
+    def to_cpu(x: object) -> object:
+        if isinstance(x, PrefillPlan):
+            return replace(x, tensor=x.tensor.cpu())
+        return x.cpu() if isinstance(x, torch.Tensor) else x
+
+    on_cpu = {key: to_cpu(value) for key, value in on_gpu.items()}
+    for arguments, odd, usual, found in ((on_gpu, on_cpu, "cuda:0", "cpu"), (on_cpu, on_gpu, "cpu", "cuda:0")):
+        blamed, expected, got = (name, usual, found) if name != "q" else ("k", found, usual)
+        with pytest.raises(RuntimeError, match=rf"^{blamed}: expected q's device, {expected}, got {got}"):
+            mla_prefill.ragged_prefill(**{**arguments, name: odd[name]})
+    torch.cuda.synchronize()
+    assert (out == 7).all() and (lse == 7).all()
+
+
+def test_a_plan_needs_both_cu_seqlens_on_one_device(device: str) -> None:
+    bounds = int32([0, 4, 7]), int32([0, 6, 11], device)
+    for q, k in (bounds, bounds[::-1]):
+        with pytest.raises(RuntimeError, match=r"^cu_seqlens_k: expected cu_seqlens_q's device, c.*, got c"):
+            plan_prefill(q, k, num_heads=2, causal=True, max_tokens_q=7)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(10, dtype=torch.int32), "plan: expected at least 16 entries, got 10"),
+        (torch.zeros(16, dtype=torch.int64), "plan: expected int32, got int64"),
+        (torch.zeros(2, 16, dtype=torch.int32), r"plan: expected a dense vector .*\[2, 16\]"),
+        (torch.zeros(64, dtype=torch.int32)[::2], r"plan: expected a dense vector .*\[2\]"),
+    ],
+    ids=["short", "int64", "matrix", "strided"],
+)
+def test_a_tensor_that_is_no_plan_is_refused(tensor: torch.Tensor, message: str, device: str) -> None:
+    inputs = make_inputs(SMALL, torch.bfloat16, device)
+    on_gpu = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+    out, lse = outputs(inputs)
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        attend(inputs, plan=PrefillPlan(on_gpu, SMALL.num_heads, SMALL.causal, MLA), out=out, lse=lse)
+    torch.cuda.synchronize()
+    assert (out == 7).all() and (lse == 7).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_heads": 3}, {"causal": False}, {"head_dims": (64, 64, 128)}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_plan_for_another_layer_is_refused(changes: dict[str, object], device: str) -> None:
+    inputs = make_inputs(SMALL, torch.bfloat16, device)
+    with pytest.raises(ValueError, match=r"^plan: expected one made for"):
+        attend(inputs, plan=replace(plan_of(inputs), **changes))
+
+
+# ---- compute-sanitizer -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("split_k", [True, False], ids=["split_k", "joined_k"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("short", (1, 64, 65, 0, 3), (128, 64, 65, 7, 0), 3, True),
+        Case("long", (1, 129, 130), (129, 257, 600), 2, True),
+        Case("full", (33, 5, 128), (300, 0, 40), 2, False),
+    ],
+    ids=str,
+)
+def test_under_the_sanitizer(case: Case, split_k: bool, device: str) -> None:
+    """Small, and without other kernels of torch, for compute-sanitizer with memcheck, racecheck and synccheck:
+
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
+            python -m pytest -m sanitizer -q
+
+    Without torch's memory pool each tensor is an allocation of its own, so a read past its end is seen.
+    """
+    inputs = make_inputs(case, torch.bfloat16, layout="projection", split_k=split_k)
+    on_gpu = inputs.map_tensors(lambda x: x.to(device), "q", "k", "v", "k_pe", "cu_seqlens_q", "cu_seqlens_k")
+    out = torch.full(inputs.out_shape, NAN, dtype=torch.bfloat16).to(device)
+    lse = torch.full(inputs.lse_shape, NAN).to(device)
+    plan = plan_of(on_gpu)
+    attend(on_gpu, out=out, lse=lse, plan=plan)
+    once = out.cpu(), lse.cpu()
+    assert_matches_oracle(inputs, *once)
+    attend(on_gpu, out=out, lse=lse, accumulate=True)
+    assert torch.isneginf(once[1]).equal(torch.isneginf(lse.cpu()))
+    attend(on_gpu, out=out, lse=lse, plan=plan)
+    assert_same((out.cpu(), lse.cpu()), once)

@@ -1,5 +1,5 @@
 // Ragged MLA prefill on Hopper: TMA loads, wgmma products, warp-specialised and persistent. Read it from the bottom up:
-// prefill_kernel -> Producer::run, and Consumer::run -> Consumer::tile (the main loop over key tiles).
+// prefill_kernel -> Producer::run, and Consumer::run (the main loop) -> key_tile.
 //
 // A CTA has one producer warp and one or two consumer warpgroups of 64 query rows. The producer takes items from the
 // plan, hands each of their tiles over through shared memory and loads Q, K and V; the consumers compute

@@ -51,8 +51,7 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
     params.short_items = short_items;
     const bool mapped = make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, tile_q) &&
                         make_ragged_map(&params.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
-                        make_ragged_map(&params.k_pe, split ? p.k_pe : p.k, p.dtype, split ? kHeadDimRope : kHeadDimQK,
-                                        split ? 1 : p.num_heads, tile_kv) &&
+                        (!split || make_ragged_map(&params.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
                         make_ragged_map(&params.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
     if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
     const auto launch_variant = p.dtype == DType::kBFloat16

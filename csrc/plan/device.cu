@@ -26,7 +26,7 @@ __device__ Lengths lengths_of(const Problem& p, int32_t seq) {
 __device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) {
   if (seq >= p.batch) return -1;
   const Lengths len = lengths_of(p, seq);
-  return len.q > 0 ? length_rank(ceil_div(len.k, config.tile_kv)) : -1;
+  return len.q > 0 ? sequence_rank(config, p.causal, len.q, len.k) : -1;
 }
 
 // Inclusive sum over the CTA; `total` gets the sum of all threads.

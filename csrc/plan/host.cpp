@@ -12,7 +12,7 @@ int32_t length(const int32_t* cu_seqlens, int32_t seq) { return cu_seqlens[seq +
 // Sequences that have query rows, longest first: a stable counting sort by rank.
 std::vector<int32_t> order_sequences(const Config& config, const Problem& problem) {
   const auto rank_of = [&](int32_t seq) {
-    return length_rank(ceil_div(length(problem.cu_seqlens_k, seq), config.tile_kv));
+    return sequence_rank(config, problem.causal, length(problem.cu_seqlens_q, seq), length(problem.cu_seqlens_k, seq));
   };
   int32_t begin[kNumRanks] = {};  // first, sequences per rank; then, where the rank's next sequence goes
   int32_t num_sequences = 0;

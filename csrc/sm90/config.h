@@ -22,7 +22,8 @@ constexpr int kBoxesV = kHeadDimV / kBoxColumns;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: wgmma's M
 
-template <int kTileQ_, int kTileKV_, int kStages_, int kCtasPerSm_, int kProducerRegisters_, int kConsumerRegisters_>
+template <int kTileQ_, int kTileKV_, int kStages_, int kCtasPerSm_, int kProducerRegisters_, int kConsumerRegisters_,
+          bool kPrefetchQ_>
 struct TileConfig {
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
@@ -32,6 +33,7 @@ struct TileConfig {
   static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = kConsumerRegisters_;
+  static constexpr bool kPrefetchQ = kPrefetchQ_;  // of the next tile, into the L2
   // Two consumers take turns: one's softmax runs while the other's products do.
   static constexpr bool kPingPong = kConsumers == 2;
 
@@ -40,8 +42,8 @@ struct TileConfig {
                 "registers of an SM");
 };
 
-using LongTile = TileConfig<128, 128, 2, 1, 56, 224>;
-using ShortTile = TileConfig<64, 64, 2, 2, 56, 200>;
+using LongTile = TileConfig<128, 128, 2, 1, 56, 224, true>;
+using ShortTile = TileConfig<64, 64, 2, 2, 56, 200, false>;
 
 // What the kernel wants of its plan.
 inline plan::Config plan_config() {
@@ -74,7 +76,7 @@ struct alignas(1024) SharedStorage {
   T k[Config::kStages][kBoxesQK][Config::kTileKV][kBoxColumns];
   T v[Config::kStages][kBoxesV][Config::kTileKV][kBoxColumns];
   Tile tiles[2];
-  uint64_t q_full, q_empty;
+  uint64_t q_full[Config::kConsumers], q_empty[Config::kConsumers];  // each consumer has its own rows of Q
   uint64_t k_full[Config::kStages], k_empty[Config::kStages];
   uint64_t v_full[Config::kStages], v_empty[Config::kStages];
   uint64_t tile_full[2], tile_empty[2];

@@ -15,13 +15,14 @@ struct RowWeights {
 };
 
 // Weights of a finished row; writes its lse. Called by whole warps; the first lane of a quad reads and writes for it.
+template <bool kAccumulate>
 __device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, int64_t row, int head, float sum, float lse,
                                                  bool valid) {
-  RowWeights weights = {sum == 0.0f ? 0.0f : 1.0f / sum, 0.0f, valid};
-  if (p.lse.data == nullptr) return weights;
+  RowWeights weights = {sum == 0.0f ? 0.0f : __fdividef(1.0f, sum), 0.0f, valid};
+  if (!kAccumulate && p.lse.data == nullptr) return weights;
   float* at = p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
   const bool first_lane = threadIdx.x % 4 == 0;
-  if (p.accumulate) {
+  if (kAccumulate) {
     float running_lse = first_lane && valid ? *at : 0.0f;
     running_lse = __shfl_sync(~0u, running_lse, 0, 4);
     if (!isinf(running_lse)) {               // +inf and -inf both mark an empty state, whatever out holds
@@ -39,53 +40,54 @@ __device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, int64_t
   return weights;
 }
 
-// 4 x 4 transpose of 32-bit words among the lanes of a quad.
-__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-  uint32_t a = odd ? x[0] : x[1], b = odd ? x[2] : x[3];
-  a = __shfl_xor_sync(~0u, a, 1);
-  b = __shfl_xor_sync(~0u, b, 1);
-  odd ? (x[0] = a, x[2] = b) : (x[1] = a, x[3] = b);
-  uint32_t c = high ? x[0] : x[2], d = high ? x[1] : x[3];
-  c = __shfl_xor_sync(~0u, c, 2);
-  d = __shfl_xor_sync(~0u, d, 2);
-  high ? (x[0] = c, x[1] = d) : (x[2] = c, x[3] = d);
+// A lane holds one word (two columns) of each of two neighbouring blocks of 8 columns. Afterwards an even lane holds
+// its word and the next lane's of the first block, an odd lane the lane's before and its own of the second: 8 bytes in
+// a row, 32 of a quad. It is its own inverse.
+__device__ __forceinline__ void exchange_words(uint32_t& first, uint32_t& second) {
+  const bool odd = threadIdx.x & 1;
+  const uint32_t received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+  (odd ? first : second) = received;
 }
 
-template <typename T>
-__device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& tile, int first_row, int thread,
-                                           float (&o)[kHeadDimV / 2], const RowSums& sums) {
+template <typename T, bool kAccumulate>
+__device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
+                                           const float (&o)[kHeadDimV / 2], const RowSums& sums) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
     const int64_t row = (int64_t)tile.q_row + row_in_tile;
-    const RowWeights w = finish_row(p, row, tile.head, sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
-    T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + tile.head * p.out.head_stride + thread % 4 * 8;
-    // Groups of 32 columns: the quad exchanges its pairs so that each lane holds 8 columns in a row, 16 bytes.
+    const RowWeights w =
+        finish_row<kAccumulate>(p, row, tile.head, sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
+    T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + tile.head * p.out.head_stride + thread % 2 * 8 +
+             thread % 4 / 2 * 4;
 #pragma unroll
-    for (int group = 0; group < kHeadDimV / 32; ++group) {
-      uint4* at = reinterpret_cast<uint4*>(out + group * 32);
-      uint32_t x[4];
-      if (p.accumulate) {
-        const uint4 held = w.store && w.running != 0.0f ? *at : make_uint4(0, 0, 0, 0);
-        uint32_t running[4] = {held.x, held.y, held.z, held.w};
-        transpose_quad(running);  // its own inverse: now as the accumulators lie
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int from = (group * 4 + i) * 4 + 2 * r;
-          const float2 pair = unpack<T>(running[i]);
-          x[i] = pack<T>(fmaf(w.running, pair.x, o[from] * w.own), fmaf(w.running, pair.y, o[from + 1] * w.own));
-        }
+    for (int block = 0; block < kHeadDimV / 8; block += 2) {
+      uint2* at = reinterpret_cast<uint2*>(out + block * 8);
+      const float *first = o + block * 4 + 2 * r, *second = first + 4;
+      uint2 x;
+      if (kAccumulate) {
+        uint2 held = w.store && w.running != 0.0f ? *at : make_uint2(0, 0);
+        exchange_words(held.x, held.y);
+        const float2 a = unpack<T>(held.x), b = unpack<T>(held.y);
+        x.x = pack<T>(fmaf(w.running, a.x, first[0] * w.own), fmaf(w.running, a.y, first[1] * w.own));
+        x.y = pack<T>(fmaf(w.running, b.x, second[0] * w.own), fmaf(w.running, b.y, second[1] * w.own));
       } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int from = (group * 4 + i) * 4 + 2 * r;
-          x[i] = pack<T>(o[from] * w.own, o[from + 1] * w.own);
-        }
+        x.x = pack<T>(first[0] * w.own, first[1] * w.own);
+        x.y = pack<T>(second[0] * w.own, second[1] * w.own);
       }
-      transpose_quad(x);
-      if (w.store) *at = make_uint4(x[0], x[1], x[2], x[3]);
+      exchange_words(x.x, x.y);
+      if (w.store) *at = x;
     }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& tile, int first_row, int thread,
+                                           const float (&o)[kHeadDimV / 2], const RowSums& sums) {
+  if (p.accumulate) {
+    write_rows<T, true>(p, tile, first_row, thread, o, sums);
+  } else {
+    write_rows<T, false>(p, tile, first_row, thread, o, sums);
   }
 }
 

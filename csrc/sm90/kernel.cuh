@@ -45,7 +45,7 @@ struct Ring {
 template <typename T, typename Config>
 struct Producer {
   using Storage = SharedStorage<T, Config>;
-  static constexpr uint32_t kBoxBytesQ = sizeof(Storage::q) / kBoxesQK;
+  static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = sizeof(Storage::k) / Config::kStages / kBoxesQK;
 
   struct Item {
@@ -76,17 +76,37 @@ struct Producer {
     tma_load(to, map, full, column, head, kRaggedOrigin - rows + row, first_row + rows, kRaggedOrigin);
   }
 
+  // Rows of one consumer after the other: none waits until the other has let go of its own.
   __device__ __forceinline__ void load_q(const Item& item, int head) {
-    const uint32_t full = smem_address(&smem.q_full);
-    barrier_wait(smem_address(&smem.q_empty), q_parity ^ 1);
-    if (leader) {
-      barrier_arrive_expect(full, kBoxesQK * kBoxBytesQ);
 #pragma unroll
-      for (int box = 0; box < kBoxesQK; ++box) {
-        load_box(smem_address(smem.q[box]), &p.q, full, box * kBoxColumns, head, item.q_row, item.q_rows, 0);
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      const uint32_t full = smem_address(&smem.q_full[consumer]);
+      const int row = consumer * kWarpgroupRows;
+      barrier_wait(smem_address(&smem.q_empty[consumer]), q_parity ^ 1);
+      if (leader) {
+        barrier_arrive_expect(full, kBoxesQK * kBoxBytesQ);
+#pragma unroll
+        for (int box = 0; box < kBoxesQK; ++box) {
+          load_box(smem_address(smem.q[box][row]), &p.q, full, box * kBoxColumns, head, item.q_row, item.q_rows, row);
+        }
       }
     }
     q_parity ^= 1;
+  }
+
+  // Q is read once, from device memory: early, so that load_q finds it in the L2.
+  __device__ __forceinline__ void prefetch_q(const Item& item, int head) {
+    if constexpr (Config::kPrefetchQ) {
+      if (!leader) return;
+#pragma unroll
+      for (int row = 0; row < Config::kTileQ; row += kWarpgroupRows) {
+#pragma unroll
+        for (int box = 0; box < kBoxesQK; ++box) {
+          tma_prefetch(&p.q, box * kBoxColumns, head, kRaggedOrigin - item.q_rows + row, item.q_row + item.q_rows,
+                       kRaggedOrigin);
+        }
+      }
+    }
   }
 
   __device__ __forceinline__ void load_k(const Item& item, int head, int kv_tile) {
@@ -125,11 +145,29 @@ struct Producer {
     tile_ring.advance();
   }
 
-  // The item after this one. Called early, so that its latency hides behind the loads.
-  __device__ __forceinline__ int32_t draw_ticket(int32_t* ticket) {
-    int32_t drawn = 0;
-    if (leader) drawn = atomicAdd(ticket, 1);
-    return (int32_t)gridDim.x + __shfl_sync(~0u, drawn, 0);
+  // The item after this one, in three steps over the last key tiles of this one, so that none waits for the one before.
+  // Not earlier: a long item would hold on to the next while other CTAs run out of work.
+  struct Next {
+    int32_t* ticket;
+    int32_t first, end;  // of the list
+    int32_t steps = 0, drawn = 0, index = 0;
+    Item item = {};
+  };
+
+  __device__ __forceinline__ void prepare_next(Next& next, int32_t tiles_left) {
+    if (next.steps == 0 && tiles_left <= 3) {
+      if (leader) next.drawn = atomicAdd(next.ticket, 1);
+      next.steps = 1;
+    }
+    if (next.steps == 1 && tiles_left <= 2) {
+      next.index = next.first + (int32_t)gridDim.x + __shfl_sync(~0u, next.drawn, 0);
+      if (next.index < next.end) next.item = read_item(next.index);
+      next.steps = 2;
+    }
+    if (next.steps == 2 && tiles_left <= 1) {
+      if (next.index < next.end) prefetch_q(next.item, next.item.head_begin);
+      next.steps = 3;
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -144,30 +182,26 @@ struct Producer {
     if (index < end) item = read_item(index);
     while (index < end) {
       const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
-      int32_t next = 0;
-      Item next_item = {};
-      const int heads = kv_tiles > 0 ? item.head_count : 0;  // items without keys are EmptyRows' work
-      if (heads == 0) {
-        next = first + draw_ticket(ticket);
-        if (next < end) next_item = read_item(next);
-      }
+      const int heads = kv_tiles > 0 ? item.head_count : 0;  // items without keys are finish_empty_items' work
+      Next next = {ticket, first, end};
+      int32_t tiles_left = heads * kv_tiles;
       for (int i = 0; i < heads; ++i) {
         const int head = item.head_begin + i;
         publish(item, head, kv_tiles);
         load_k(item, head, kv_tiles - 1);
         load_q(item, head);
-        if (i == 0) {
-          next = first + draw_ticket(ticket);
-          if (next < end) next_item = read_item(next);
-        }
+        prepare_next(next, --tiles_left);
+        if (i + 1 < heads) prefetch_q(item, head + 1);
         for (int j = kv_tiles - 2; j >= 0; --j) {
           load_k(item, head, j);
           load_v(item, head, j + 1);
+          prepare_next(next, --tiles_left);
         }
         load_v(item, head, 0);
       }
-      index = next;
-      item = next_item;
+      prepare_next(next, tiles_left);  // an item without keys
+      index = next.index;
+      item = next.item;
     }
     publish(item, 0, kNoMoreTiles);
     // The last CTA to finish resets the counters, so that the plan serves the next layer.
@@ -267,7 +301,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_q() {
-    if (leader) barrier_arrive(smem_address(&smem.q_empty));
+    if (leader) barrier_arrive(smem_address(&smem.q_empty[index]));
   }
 
   __device__ __forceinline__ Tile next_tile() {
@@ -282,7 +316,7 @@ struct Consumer {
   // Waits for Q and the first K of a tile, if there is one.
   __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
     if (tile.kv_tiles == kNoMoreTiles) return;
-    barrier_wait(smem_address(&smem.q_full), q_parity);
+    barrier_wait(smem_address(&smem.q_full[index]), q_parity);
     q_parity ^= 1;
     barrier_wait(smem_address(&smem.k_full[k_ring.stage()]), k_ring.parity());
   }
@@ -389,8 +423,10 @@ __global__ __launch_bounds__(Config::kThreads,
 
   if (threadIdx.x == 0) {
     const auto init = [](uint64_t& barrier, uint32_t arrivals) { barrier_init(smem_address(&barrier), arrivals); };
-    init(smem.q_full, 1);
-    init(smem.q_empty, Config::kConsumers);
+    for (int i = 0; i < Config::kConsumers; ++i) {
+      init(smem.q_full[i], 1);
+      init(smem.q_empty[i], 1);
+    }
     for (int i = 0; i < Config::kStages; ++i) {
       init(smem.k_full[i], 1);
       init(smem.k_empty[i], Config::kConsumers);

@@ -40,19 +40,17 @@ std::string supports(const PrefillParams& p) {
 }
 
 std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t stream) {
-  const bool split = p.dim_k != p.dim_qk;
+  KernelParams params;
+  params.problem = p;
+  params.plan = plan;
+  params.split_k = p.dim_k != p.dim_qk;
+  bool mapped = make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, kWarpgroupRows);
   for (const bool short_items : {false, true}) {
-    const int tile_q = short_items ? ShortTile::kTileQ : LongTile::kTileQ;
     const int tile_kv = short_items ? ShortTile::kTileKV : LongTile::kTileKV;
-    KernelParams params;
-    params.problem = p;
-    params.plan = plan;
-    params.split_k = split;
     params.short_items = short_items;
-    const bool mapped = make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, tile_q) &&
-                        make_ragged_map(&params.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
-                        (!split || make_ragged_map(&params.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
-                        make_ragged_map(&params.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
+    mapped = mapped && make_ragged_map(&params.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
+             (!params.split_k || make_ragged_map(&params.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
+             make_ragged_map(&params.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
     if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
     const auto launch_variant = p.dtype == DType::kBFloat16
                                     ? (short_items ? launch<__nv_bfloat16, ShortTile> : launch<__nv_bfloat16, LongTile>)

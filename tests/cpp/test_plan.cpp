@@ -39,7 +39,7 @@ void test_rules() {
     CHECK(rank == last || rank == last + 1);
     last = rank;
   }
-  CHECK(plan::length_rank(INT32_MAX) < plan::kNumRanks);
+  CHECK(plan::length_rank((int64_t)9 * INT32_MAX) < plan::kNumRanks);
 }
 
 // Every (sequence, row, head) exactly once, with exactly the keys that its tile sees; longest first.
@@ -55,7 +55,7 @@ void test_covers(const Batch& batch, const plan::Config& config) {
     CHECK(item.head_count > 0 && item.head_begin + item.head_count <= p.num_heads);
     CHECK(item.kv_begin == 0 && item.kv_end == plan::visible_keys(p.causal, len_q, len_k, item.q_begin + item.q_rows));
     CHECK(item.split_slot == -1);
-    const int32_t rank = plan::length_rank(plan::ceil_div(len_k, config.tile_kv));
+    const int32_t rank = plan::sequence_rank(config, p.causal, len_q, len_k);
     CHECK(rank <= last_rank);
     last_rank = rank;
     for (int32_t row = item.q_begin; row < item.q_begin + item.q_rows; ++row) {

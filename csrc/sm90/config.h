@@ -22,28 +22,31 @@ constexpr int kBoxesV = kHeadDimV / kBoxColumns;
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: wgmma's M
 
-template <int kTileQ_, int kTileKV_, int kStages_, int kCtasPerSm_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kPrefetchQ_>
+// A CTA has one producer warpgroup and two consumer warpgroups. They form teams of a producer warp and its consumers.
+constexpr int kConsumers = 2;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
+constexpr int kProducerRegisters = 56;  // with 40 it spills
+constexpr int kConsumerRegisters = 224;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (1 + kConsumers),
+              "setmaxnreg hands around what the CTA was launched with");
+
+template <int kTileQ_, int kTileKV_>
 struct TileConfig {
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
-  static constexpr int kStages = kStages_;  // of K and of V
-  static constexpr int kCtasPerSm = kCtasPerSm_;
-  static constexpr int kConsumers = kTileQ / kWarpgroupRows;
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kConsumerRegisters = kConsumerRegisters_;
-  static constexpr bool kPrefetchQ = kPrefetchQ_;  // of the next tile, into the L2
+  static constexpr int kStages = 2;                           // of K and of V
+  static constexpr int kConsumers = kTileQ / kWarpgroupRows;  // of a team
+  static constexpr int kTeams = sm90::kConsumers / kConsumers;
   // Two consumers take turns: one's softmax runs while the other's products do.
   static constexpr bool kPingPong = kConsumers == 2;
+  // Of the next tile, into the L2. It costs 8 % on items of one key tile.
+  static constexpr bool kPrefetchQ = kConsumers == 2;
 
-  static_assert(kTileQ % kWarpgroupRows == 0 && kConsumers <= 2, "one or two consumer warpgroups");
-  static_assert(kCtasPerSm * kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536,
-                "registers of an SM");
+  static_assert(kTileQ % kWarpgroupRows == 0 && kTeams * kConsumers == sm90::kConsumers, "all consumers have a team");
 };
 
-using LongTile = TileConfig<128, 128, 2, 1, 56, 224, true>;
-using ShortTile = TileConfig<64, 64, 2, 2, 56, 200, false>;
+using LongTile = TileConfig<128, 128>;  // one team
+using ShortTile = TileConfig<64, 64>;   // two, side by side
 
 // What the kernel wants of its plan.
 inline plan::Config plan_config() {
@@ -71,10 +74,14 @@ static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
 
 template <typename T, typename Config>
-struct alignas(1024) SharedStorage {
+struct alignas(1024) Tensors {
   T q[kBoxesQK][Config::kTileQ][kBoxColumns];
   T k[Config::kStages][kBoxesQK][Config::kTileKV][kBoxColumns];
   T v[Config::kStages][kBoxesV][Config::kTileKV][kBoxColumns];
+};
+
+template <typename Config>
+struct Channels {
   Tile tiles[2];
   uint64_t q_full[Config::kConsumers], q_empty[Config::kConsumers];  // each consumer has its own rows of Q
   uint64_t k_full[Config::kStages], k_empty[Config::kStages];
@@ -82,9 +89,19 @@ struct alignas(1024) SharedStorage {
   uint64_t tile_full[2], tile_empty[2];
 };
 
-template <typename T, typename Config>
-constexpr int kSharedBytes = sizeof(SharedStorage<T, Config>) + 1024;  // the base is aligned in the kernel
-static_assert(kSharedBytes<uint16_t, LongTile> <= 227 * 1024, "shared memory of a CTA");
-static_assert(2 * (kSharedBytes<uint16_t, ShortTile> + 1024) <= 228 * 1024, "shared memory of an SM");
+template <typename T>
+struct alignas(1024) SharedStorage {
+  union {
+    Tensors<T, LongTile> long_tensors;
+    Tensors<T, ShortTile> short_tensors[ShortTile::kTeams];
+  };
+  Channels<LongTile> long_channels;
+  Channels<ShortTile> short_channels[ShortTile::kTeams];
+  int32_t has_short_items;
+};
+
+template <typename T>
+constexpr int kSharedBytes = sizeof(SharedStorage<T>) + 1024;  // the base is aligned in the kernel
+static_assert(kSharedBytes<uint16_t> <= 227 * 1024, "shared memory of a CTA");
 
 }  // namespace mla_prefill::sm90

@@ -1,8 +1,9 @@
 // Ragged MLA prefill on Hopper: TMA loads, wgmma products, warp-specialised and persistent. Read it from the bottom up:
 // prefill_kernel -> Producer::run, and Consumer::run (the main loop) -> key_tile.
 //
-// A CTA has one producer warp and one or two consumer warpgroups of 64 query rows. The producer takes items from the
-// plan, hands each of their tiles over through shared memory and loads Q, K and V; the consumers compute
+// A CTA works as a team of a producer warp and two consumer warpgroups of 64 query rows each, and on the plan's short
+// items, after the others, as two teams of one consumer each. A producer takes items from the plan, hands each of their
+// tiles over through shared memory and loads Q, K and V; the consumers compute
 //
 //   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - max)  in registers      O += P V  (P from registers)
 //
@@ -20,13 +21,37 @@
 
 namespace mla_prefill::sm90 {
 
+struct KeyMaps {
+  CUtensorMap k, k_pe, v;
+};
+
 struct KernelParams {
-  CUtensorMap q, k, k_pe, v;
+  CUtensorMap q;
+  KeyMaps long_keys, short_keys;  // in boxes of kTileKV rows
   PrefillParams problem;
   int32_t* plan;  // header and items; the header's counters move
   bool split_k;
-  bool short_items;  // this launch takes the items of short sequences, the list's tail
 };
+
+// Which part of the plan's list a team works on, and which of its workers it is.
+struct Share {
+  int32_t first, end;  // items
+  int32_t worker, num_workers;
+  int32_t *ticket, *finished;
+};
+
+__device__ __forceinline__ Share share_of_long(plan::Header& header) {
+  return {0, header.first_short, (int32_t)blockIdx.x, (int32_t)gridDim.x, &header.ticket[0], &header.finished[0]};
+}
+
+__device__ __forceinline__ Share share_of_short(plan::Header& header, int team) {
+  return {header.first_short,
+          header.num_items,
+          (int32_t)blockIdx.x * ShortTile::kTeams + team,
+          (int32_t)gridDim.x * ShortTile::kTeams,
+          &header.ticket[1],
+          &header.finished[1]};
+}
 
 // A position in a ring of shared-memory stages.
 template <int kStages>
@@ -44,16 +69,18 @@ struct Ring {
 // One warp. All lanes follow the control flow, one of them issues.
 template <typename T, typename Config>
 struct Producer {
-  using Storage = SharedStorage<T, Config>;
   static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);
-  static constexpr uint32_t kBoxBytesKV = sizeof(Storage::k) / Config::kStages / kBoxesQK;
+  static constexpr uint32_t kBoxBytesKV = Config::kTileKV * kBoxColumns * sizeof(T);
 
   struct Item {
     int32_t q_row, q_rows, k_row, len_k, keys, last_key, head_begin, head_count;
   };
 
   const KernelParams& p;
-  Storage& smem;
+  const KeyMaps& keys;
+  const Share share;
+  Tensors<T, Config>& smem;
+  Channels<Config>& channels;
   const bool leader = threadIdx.x % 32 == 0;
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> tile_ring;
@@ -80,9 +107,9 @@ struct Producer {
   __device__ __forceinline__ void load_q(const Item& item, int head) {
 #pragma unroll
     for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
-      const uint32_t full = smem_address(&smem.q_full[consumer]);
+      const uint32_t full = smem_address(&channels.q_full[consumer]);
       const int row = consumer * kWarpgroupRows;
-      barrier_wait(smem_address(&smem.q_empty[consumer]), q_parity ^ 1);
+      barrier_wait(smem_address(&channels.q_empty[consumer]), q_parity ^ 1);
       if (leader) {
         barrier_arrive_expect(full, kBoxesQK * kBoxBytesQ);
 #pragma unroll
@@ -110,37 +137,37 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_k(const Item& item, int head, int kv_tile) {
-    const uint32_t full = smem_address(&smem.k_full[k_ring.stage()]), to = smem_address(smem.k[k_ring.stage()]);
+    const uint32_t full = smem_address(&channels.k_full[k_ring.stage()]), to = smem_address(smem.k[k_ring.stage()]);
     const int32_t row = kv_tile * Config::kTileKV;
-    barrier_wait(smem_address(&smem.k_empty[k_ring.stage()]), k_ring.parity() ^ 1);
+    barrier_wait(smem_address(&channels.k_empty[k_ring.stage()]), k_ring.parity() ^ 1);
     if (leader) {
       barrier_arrive_expect(full, kBoxesQK * kBoxBytesKV);
-      load_box(to, &p.k, full, 0, head, item.k_row, item.len_k, row);
-      load_box(to + kBoxBytesKV, &p.k, full, kBoxColumns, head, item.k_row, item.len_k, row);
+      load_box(to, &keys.k, full, 0, head, item.k_row, item.len_k, row);
+      load_box(to + kBoxBytesKV, &keys.k, full, kBoxColumns, head, item.k_row, item.len_k, row);
       // The last 64 columns: of the same tensor, or k_pe, a tensor of one head.
-      load_box(to + 2 * kBoxBytesKV, p.split_k ? &p.k_pe : &p.k, full, p.split_k ? 0 : kHeadDimNope,
+      load_box(to + 2 * kBoxBytesKV, p.split_k ? &keys.k_pe : &keys.k, full, p.split_k ? 0 : kHeadDimNope,
                p.split_k ? 0 : head, item.k_row, item.len_k, row);
     }
     k_ring.advance();
   }
 
   __device__ __forceinline__ void load_v(const Item& item, int head, int kv_tile) {
-    const uint32_t full = smem_address(&smem.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
+    const uint32_t full = smem_address(&channels.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
     const int32_t row = kv_tile * Config::kTileKV;
-    barrier_wait(smem_address(&smem.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
+    barrier_wait(smem_address(&channels.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
     if (leader) {
       barrier_arrive_expect(full, kBoxesV * kBoxBytesKV);
-      load_box(to, &p.v, full, 0, head, item.k_row, item.len_k, row);
-      load_box(to + kBoxBytesKV, &p.v, full, kBoxColumns, head, item.k_row, item.len_k, row);
+      load_box(to, &keys.v, full, 0, head, item.k_row, item.len_k, row);
+      load_box(to + kBoxBytesKV, &keys.v, full, kBoxColumns, head, item.k_row, item.len_k, row);
     }
     v_ring.advance();
   }
 
   __device__ __forceinline__ void publish(const Item& item, int head, int32_t kv_tiles) {
-    barrier_wait(smem_address(&smem.tile_empty[tile_ring.stage()]), tile_ring.parity() ^ 1);
+    barrier_wait(smem_address(&channels.tile_empty[tile_ring.stage()]), tile_ring.parity() ^ 1);
     if (leader) {
-      smem.tiles[tile_ring.stage()] = {item.q_row, item.q_rows, item.keys, item.last_key, head, kv_tiles, {}};
-      barrier_arrive(smem_address(&smem.tile_full[tile_ring.stage()]));
+      channels.tiles[tile_ring.stage()] = {item.q_row, item.q_rows, item.keys, item.last_key, head, kv_tiles, {}};
+      barrier_arrive(smem_address(&channels.tile_full[tile_ring.stage()]));
     }
     tile_ring.advance();
   }
@@ -148,42 +175,34 @@ struct Producer {
   // The item after this one, in three steps over the last key tiles of this one, so that none waits for the one before.
   // Not earlier: a long item would hold on to the next while other CTAs run out of work.
   struct Next {
-    int32_t* ticket;
-    int32_t first, end;  // of the list
     int32_t steps = 0, drawn = 0, index = 0;
     Item item = {};
   };
 
   __device__ __forceinline__ void prepare_next(Next& next, int32_t tiles_left) {
     if (next.steps == 0 && tiles_left <= 3) {
-      if (leader) next.drawn = atomicAdd(next.ticket, 1);
+      if (leader) next.drawn = atomicAdd(share.ticket, 1);
       next.steps = 1;
     }
     if (next.steps == 1 && tiles_left <= 2) {
-      next.index = next.first + (int32_t)gridDim.x + __shfl_sync(~0u, next.drawn, 0);
-      if (next.index < next.end) next.item = read_item(next.index);
+      next.index = share.first + share.num_workers + __shfl_sync(~0u, next.drawn, 0);
+      if (next.index < share.end) next.item = read_item(next.index);
       next.steps = 2;
     }
     if (next.steps == 2 && tiles_left <= 1) {
-      if (next.index < next.end) prefetch_q(next.item, next.item.head_begin);
+      if (next.index < share.end) prefetch_q(next.item, next.item.head_begin);
       next.steps = 3;
     }
   }
 
   __device__ __forceinline__ void run() {
-    plan::Header& header = *reinterpret_cast<plan::Header*>(p.plan);
-    int32_t* const ticket = &header.ticket[p.short_items];
-    int32_t* const finished = &header.finished[p.short_items];
-    const int32_t first = p.short_items ? header.first_short : 0;
-    const int32_t end = p.short_items ? header.num_items : header.first_short;
-
-    int32_t index = first + (int32_t)blockIdx.x;
+    int32_t index = share.first + share.worker;
     Item item = {};
-    if (index < end) item = read_item(index);
-    while (index < end) {
+    if (index < share.end) item = read_item(index);
+    while (index < share.end) {
       const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
       const int heads = kv_tiles > 0 ? item.head_count : 0;  // items without keys are finish_empty_items' work
-      Next next = {ticket, first, end};
+      Next next;
       int32_t tiles_left = heads * kv_tiles;
       for (int i = 0; i < heads; ++i) {
         const int head = item.head_begin + i;
@@ -204,47 +223,48 @@ struct Producer {
       item = next.item;
     }
     publish(item, 0, kNoMoreTiles);
-    // The last CTA to finish resets the counters, so that the plan serves the next layer.
-    if (leader && atomicAdd(finished, 1) == (int32_t)gridDim.x - 1) {
-      *ticket = 0;
-      *finished = 0;
+    // The last worker to finish resets the counters, so that the plan serves the next layer.
+    if (leader && atomicAdd(share.finished, 1) == share.num_workers - 1) {
+      *share.ticket = 0;
+      *share.finished = 0;
     }
   }
 };
 
 // ---- Rows without keys ----------------------------------------------------------------------------------------------
 
-// A warp beside the producer's walks over the list and writes the empty result for items whose rows see no key.
+// A warp beside the producers' walks over the list and writes the empty result for items whose rows see no key.
 template <typename T>
 __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
   const plan::Header& header = *reinterpret_cast<const plan::Header*>(p.plan);
   const plan::WorkItem* items = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kHeaderInts);
-  const int32_t first = p.short_items ? header.first_short : 0;
-  const int32_t end = p.short_items ? header.num_items : header.first_short;
-  for (int32_t i = first + (int32_t)blockIdx.x; i < end; i += (int32_t)gridDim.x) {
-    if (items[i].kv_end > 0) continue;
-    const plan::WorkItem item = items[i];
-    const int64_t row = (int64_t)p.problem.cu_seqlens_q[item.seq] + item.q_begin;
-    write_empty_rows<T>(p.problem, row, item.q_rows, item.head_begin, item.head_count);
+  const int32_t lane = threadIdx.x % 32;
+  for (int32_t base = (int32_t)blockIdx.x * 32; base < header.num_items; base += (int32_t)gridDim.x * 32) {
+    const bool is_empty = base + lane < header.num_items && items[base + lane].kv_end == 0;
+    for (uint32_t found = __ballot_sync(~0u, is_empty); found != 0; found &= found - 1) {
+      const plan::WorkItem item = items[base + __ffs(found) - 1];
+      const int64_t row = (int64_t)p.problem.cu_seqlens_q[item.seq] + item.q_begin;
+      write_empty_rows<T>(p.problem, row, item.q_rows, item.head_begin, item.head_count);
+    }
   }
 }
 
 // ---- Consumer -------------------------------------------------------------------------------------------------------
 
-enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
+enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2, kLongItemsDone = 3 };  // 0 is __syncthreads
 
 template <typename T, typename Config>
 struct Consumer {
-  using Storage = SharedStorage<T, Config>;
   static constexpr int kTileKV = Config::kTileKV;
   static constexpr uint32_t kStepBytes = 16 * sizeof(T);  // 16 elements: the depth of one wgmma
-  static constexpr uint32_t kBoxBytesQ = sizeof(Storage::q) / kBoxesQK;
-  static constexpr uint32_t kBoxBytesKV = sizeof(Storage::k) / Config::kStages / kBoxesQK;
+  static constexpr uint32_t kBoxBytesQ = Config::kTileQ * kBoxColumns * sizeof(T);
+  static constexpr uint32_t kBoxBytesKV = kTileKV * kBoxColumns * sizeof(T);
   static constexpr int kStepsPerBox = kBoxColumns / 16;
 
   const KernelParams& p;
-  Storage& smem;
-  const int index;  // of the consumer warpgroup
+  Tensors<T, Config>& smem;
+  Channels<Config>& channels;
+  const int index;  // of the consumer in its team
   const int thread = threadIdx.x % kWarpgroupThreads;
   const bool leader = thread == 0;
 
@@ -258,8 +278,8 @@ struct Consumer {
   float o[kHeadDimV / 2];
   OnlineSoftmax<kTileKV> softmax;
 
-  __device__ Consumer(const KernelParams& params, Storage& storage, int consumer)
-      : p(params), smem(storage), index(consumer) {
+  __device__ Consumer(const KernelParams& params, Tensors<T, Config>& tensors, Channels<Config>& team, int consumer)
+      : p(params), smem(tensors), channels(team), index(consumer) {
     q_low = uniform(descriptor_low_k_major(smem_address(smem.q) + index * kWarpgroupRows * 128));
     k_low = uniform(descriptor_low_k_major(smem_address(smem.k)));
     v_low = uniform(descriptor_low_mn_major(smem_address(smem.v), kBoxBytesKV));
@@ -291,24 +311,24 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void release_k() {
-    if (leader) barrier_arrive(smem_address(&smem.k_empty[k_ring.stage()]));
+    if (leader) barrier_arrive(smem_address(&channels.k_empty[k_ring.stage()]));
     k_ring.advance();
   }
 
   __device__ __forceinline__ void release_v() {
-    if (leader) barrier_arrive(smem_address(&smem.v_empty[v_ring.stage()]));
+    if (leader) barrier_arrive(smem_address(&channels.v_empty[v_ring.stage()]));
     v_ring.advance();
   }
 
   __device__ __forceinline__ void release_q() {
-    if (leader) barrier_arrive(smem_address(&smem.q_empty[index]));
+    if (leader) barrier_arrive(smem_address(&channels.q_empty[index]));
   }
 
   __device__ __forceinline__ Tile next_tile() {
     const uint32_t slot = tile_ring.stage();
-    barrier_wait(smem_address(&smem.tile_full[slot]), tile_ring.parity());
-    const Tile tile = smem.tiles[slot];
-    barrier_arrive(smem_address(&smem.tile_empty[slot]));
+    barrier_wait(smem_address(&channels.tile_full[slot]), tile_ring.parity());
+    const Tile tile = channels.tiles[slot];
+    barrier_arrive(smem_address(&channels.tile_empty[slot]));
     tile_ring.advance();
     return tile;
   }
@@ -316,9 +336,9 @@ struct Consumer {
   // Waits for Q and the first K of a tile, if there is one.
   __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
     if (tile.kv_tiles == kNoMoreTiles) return;
-    barrier_wait(smem_address(&smem.q_full[index]), q_parity);
+    barrier_wait(smem_address(&channels.q_full[index]), q_parity);
     q_parity ^= 1;
-    barrier_wait(smem_address(&smem.k_full[k_ring.stage()]), k_ring.parity());
+    barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
   }
 
   __device__ __forceinline__ void pack_weights() {
@@ -337,11 +357,11 @@ struct Consumer {
   // QK of key tile j, PV of tile j + 1 behind it, softmax of j while they run.
   template <bool kMasked>
   __device__ __forceinline__ void key_tile(const RowLimits& limits, int j) {
-    barrier_wait(smem_address(&smem.k_full[k_ring.stage()]), k_ring.parity());
+    barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
     wait_turn();
     fence_registers(o);
     issue_qk();
-    barrier_wait(smem_address(&smem.v_full[v_ring.stage()]), v_ring.parity());
+    barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
     issue_pv();
     pass_turn();
     wgmma_wait<1>();
@@ -382,7 +402,7 @@ struct Consumer {
 
       const RowSums sums = softmax.finish(p.problem.scale);
       const Tile next = next_tile();
-      barrier_wait(smem_address(&smem.v_full[v_ring.stage()]), v_ring.parity());
+      barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
       issue_pv();
       wait_for_first_k(next);
@@ -414,48 +434,72 @@ struct Consumer {
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
 
-template <typename T, typename Config>
-__global__ __launch_bounds__(Config::kThreads,
-                             Config::kCtasPerSm) void prefill_kernel(const __grid_constant__ KernelParams params) {
+template <typename Config>
+__device__ __forceinline__ void init_channels(Channels<Config>& channels) {
+  const auto init = [](uint64_t& barrier, uint32_t arrivals) { barrier_init(smem_address(&barrier), arrivals); };
+  for (int i = 0; i < Config::kConsumers; ++i) {
+    init(channels.q_full[i], 1);
+    init(channels.q_empty[i], 1);
+  }
+  for (int i = 0; i < Config::kStages; ++i) {
+    init(channels.k_full[i], 1);
+    init(channels.k_empty[i], Config::kConsumers);
+    init(channels.v_full[i], 1);
+    init(channels.v_empty[i], Config::kConsumers);
+  }
+  for (int i = 0; i < 2; ++i) {
+    init(channels.tile_full[i], 1);
+    init(channels.tile_empty[i], Config::kConsumers * kWarpgroupThreads);
+  }
+}
+
+// The long items' tensors and the short ones' share their memory: both teams' producers and all consumers meet between.
+__device__ __forceinline__ void meet_after_long_items() {
+  named_barrier_sync(kLongItemsDone, kConsumers * kWarpgroupThreads + ShortTile::kTeams * 32);
+}
+
+template <typename T>
+__global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ uint8_t smem_raw[];
-  auto& smem =
-      *reinterpret_cast<SharedStorage<T, Config>*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
+  auto& smem = *reinterpret_cast<SharedStorage<T>*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
+  plan::Header& header = *reinterpret_cast<plan::Header*>(params.plan);
 
   if (threadIdx.x == 0) {
-    const auto init = [](uint64_t& barrier, uint32_t arrivals) { barrier_init(smem_address(&barrier), arrivals); };
-    for (int i = 0; i < Config::kConsumers; ++i) {
-      init(smem.q_full[i], 1);
-      init(smem.q_empty[i], 1);
-    }
-    for (int i = 0; i < Config::kStages; ++i) {
-      init(smem.k_full[i], 1);
-      init(smem.k_empty[i], Config::kConsumers);
-      init(smem.v_full[i], 1);
-      init(smem.v_empty[i], Config::kConsumers);
-    }
-    for (int i = 0; i < 2; ++i) {
-      init(smem.tile_full[i], 1);
-      init(smem.tile_empty[i], Config::kConsumers * kWarpgroupThreads);
-    }
+    init_channels(smem.long_channels);
+    for (auto& channels : smem.short_channels) init_channels(channels);
     barrier_init_fence();
   }
   __syncthreads();
 
-  if (!params.short_items) allow_next_launch();
-
   const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
   const WarpRole role = warpgroup == 0 ? WarpRole::kProducer : WarpRole::kConsumer;
   if (role == WarpRole::kProducer) {
-    give_up_registers<Config::kProducerRegisters>();
+    give_up_registers<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
-    if (warp == 0) Producer<T, Config>{params, smem}.run();
-    if (warp == 1) finish_empty_items<T>(params);
+    if (warp == 0) {
+      smem.has_short_items = header.first_short < header.num_items;
+      Producer<T, LongTile>{params, params.long_keys, share_of_long(header), smem.long_tensors, smem.long_channels}
+          .run();
+    }
+    if (warp < ShortTile::kTeams) {
+      meet_after_long_items();
+      if (smem.has_short_items) {
+        Producer<T, ShortTile>{params, params.short_keys, share_of_short(header, warp), smem.short_tensors[warp],
+                               smem.short_channels[warp]}
+            .run();
+      }
+    } else if (warp == ShortTile::kTeams) {
+      finish_empty_items<T>(params);
+    }
   } else {
-    claim_registers<Config::kConsumerRegisters>();
-    Consumer<T, Config>(params, smem, warpgroup - 1).run();
+    claim_registers<kConsumerRegisters>();
+    const int consumer = warpgroup - 1;
+    Consumer<T, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
+    meet_after_long_items();
+    if (smem.has_short_items) {
+      Consumer<T, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
+    }
   }
-  // The short items need nothing of the launch before, but what comes after this one must find both done.
-  if (params.short_items) wait_for_previous_launch();
 }
 
 }  // namespace mla_prefill::sm90

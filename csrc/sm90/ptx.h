@@ -77,12 +77,6 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
                : "memory");
 }
 
-// ---- programmatic dependent launch ----------------------------------------------------------------------------------
-
-__device__ __forceinline__ void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void wait_for_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // ---- warpgroups -----------------------------------------------------------------------------------------------------
 
 template <int kRegisters>

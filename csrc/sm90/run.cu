@@ -44,21 +44,18 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
   params.problem = p;
   params.plan = plan;
   params.split_k = p.dim_k != p.dim_qk;
-  bool mapped = make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, kWarpgroupRows);
-  for (const bool short_items : {false, true}) {
-    const int tile_kv = short_items ? ShortTile::kTileKV : LongTile::kTileKV;
-    params.short_items = short_items;
-    mapped = mapped && make_ragged_map(&params.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
-             (!params.split_k || make_ragged_map(&params.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
-             make_ragged_map(&params.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
-    if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
-    const auto launch_variant = p.dtype == DType::kBFloat16
-                                    ? (short_items ? launch<__nv_bfloat16, ShortTile> : launch<__nv_bfloat16, LongTile>)
-                                    : (short_items ? launch<__half, ShortTile> : launch<__half, LongTile>);
-    if (const cudaError_t status = launch_variant(params, num_sms, stream); status != cudaSuccess) {
-      return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
-    }
+  const auto map_keys = [&](KeyMaps& maps, int tile_kv) {
+    return make_ragged_map(&maps.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
+           (!params.split_k || make_ragged_map(&maps.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
+           make_ragged_map(&maps.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
+  };
+  if (!make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, kWarpgroupRows) ||
+      !map_keys(params.long_keys, LongTile::kTileKV) || !map_keys(params.short_keys, ShortTile::kTileKV)) {
+    return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
   }
+  const auto launch_variant = p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16> : launch<__half>;
+  const cudaError_t status = launch_variant(params, num_sms, stream);
+  if (status != cudaSuccess) return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
   return "";
 }
 

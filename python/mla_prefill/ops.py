@@ -18,6 +18,7 @@ __all__ = ["gather_latent", "merge_states", "ragged_prefill"]
 _FP8 = torch.float8_e4m3fn
 _DS_MLA_ROW_BYTES = 656
 _DS_MLA_WIDTH = 576
+_ragged_prefill = torch.ops.mla_prefill.ragged_prefill.default
 
 
 def ragged_prefill(
@@ -74,7 +75,7 @@ def ragged_prefill(
         ValueError: a plan made for other heads, dims or mask.
     """
     if plan is not None and q.ndim == v.ndim == 3:
-        plan._expect(num_heads=q.shape[1], causal=causal, qk_head_dim=q.shape[2], v_head_dim=v.shape[2])
+        plan._expect(q.shape[1], causal, q.shape[2], v.shape[2])
     if accumulate and (out is None or lse is None):
         missing = "out" if out is None else "lse"
         raise ValueError(f"{missing}: expected the running state's tensor with accumulate=True, got None")
@@ -82,7 +83,7 @@ def ragged_prefill(
         out = q.new_empty((*q.shape[:2], *v.shape[-1:]), dtype=torch.bfloat16 if q.dtype == _FP8 else q.dtype)
     if lse is None and return_lse:
         lse = q.new_empty(tuple(reversed(q.shape[:2])), dtype=torch.float32)
-    torch.ops.mla_prefill.ragged_prefill(
+    _ragged_prefill(
         q,
         k,
         v,

@@ -60,7 +60,7 @@ class PrefillPlan:
         rows = self.tensor[_HEADER_INTS:].view(-1, _ITEM_INTS)[: self.num_items].tolist()
         return [WorkItem(*row) for row in rows]
 
-    def _expect(self, *, num_heads: int, causal: bool, qk_head_dim: int, v_head_dim: int) -> None:
+    def _expect(self, num_heads: int, causal: bool, qk_head_dim: int, v_head_dim: int) -> None:
         nope, rope, v = self.head_dims
         made_for = (self.num_heads, self.causal, nope + rope, v)
         needed = (num_heads, causal, qk_head_dim, v_head_dim)

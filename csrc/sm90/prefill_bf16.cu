@@ -1,0 +1,5 @@
+#include "sm90/launch.cuh"
+
+namespace mla_prefill::sm90 {
+template cudaError_t launch<__nv_bfloat16>(const KernelParams&, int, cudaStream_t);
+}

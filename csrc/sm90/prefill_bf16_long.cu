@@ -1,5 +1,0 @@
-#include "sm90/launch.cuh"
-
-namespace mla_prefill::sm90 {
-template cudaError_t launch<__nv_bfloat16, LongTile>(const KernelParams&, int, cudaStream_t);
-}

@@ -1,7 +1,14 @@
 """Prefill attention of MLA models (DeepSeek V2/V3/R1, Kimi K2, GLM-5 ...) on ragged batches."""
 
 from mla_prefill import reference
-from mla_prefill.backends import MLAPrefillBackend, NativePrefillBackend, SplitKey
+from mla_prefill.backends import (
+    MLAPrefillBackend,
+    MLAPrefillBackendEnum,
+    NativePrefillBackend,
+    SplitKey,
+    get_mla_prefill_backend,
+    register_mla_prefill_backend,
+)
 from mla_prefill.context_chunks import ContextChunk, plan_context_chunks
 from mla_prefill.forward_context import EngineConfig
 from mla_prefill.layer import MLAAttention
@@ -18,14 +25,17 @@ __all__ = [
     "MLAAttention",
     "MLAMetadataBuilder",
     "MLAPrefillBackend",
+    "MLAPrefillBackendEnum",
     "NativePrefillBackend",
     "PrefillPlan",
     "SplitKey",
     "gather_latent",
+    "get_mla_prefill_backend",
     "merge_states",
     "plan_context_chunks",
     "plan_prefill",
     "ragged_prefill",
     "reference",
+    "register_mla_prefill_backend",
     "softmax_scale",
 ]

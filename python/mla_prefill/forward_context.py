@@ -19,10 +19,29 @@ class CompilationConfig:
 
 
 @dataclass
+class AttentionConfig:
+    mla_prefill_backend: Any = None  # a backend's name or its member of MLAPrefillBackendEnum; None: choose
+
+
+@dataclass
+class DeviceConfig:
+    device: torch.device | str = "auto"  # where the layers run; "auto": the current accelerator, or the CPU
+
+
+@dataclass
+class ModelConfig:
+    dtype: torch.dtype | None = None  # of the layers' inputs
+    hf_text_config: Any = None  # has qk_nope_head_dim, qk_rope_head_dim and v_head_dim
+
+
+@dataclass
 class EngineConfig:
     """The part of vLLM's ``VllmConfig`` that this package reads. A ``VllmConfig`` does in its place."""
 
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    attention_config: AttentionConfig = field(default_factory=AttentionConfig)
+    device_config: DeviceConfig = field(default_factory=DeviceConfig)
+    model_config: ModelConfig | None = None
 
 
 def register_layer(vllm_config: Any, name: str, layer: torch.nn.Module) -> None:

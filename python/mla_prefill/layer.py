@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_prefill.backends import MLAPrefillBackend, NativePrefillBackend, SplitKey
+from mla_prefill.backends import MLADimensions, MLAPrefillBackend, SplitKey, get_mla_prefill_backend
 from mla_prefill.forward_context import register_layer, stage
 from mla_prefill.metadata import PrefillContextChunk, PrefillMetadata
 from mla_prefill.ops import gather_latent
@@ -30,10 +30,10 @@ class MLAAttention(torch.nn.Module):
         prefix: the layer's name in ``vllm_config.compilation_config.static_forward_context``.
         vllm_config: an ``EngineConfig`` (or vLLM's ``VllmConfig``).
         rope_scaling: the checkpoint's, for YaRN's part of the scale (see ``softmax_scale``).
-        prefill_backend_cls: the backend.
+        prefill_backend_cls: the backend; None: the one that ``vllm_config`` names, or the first that suits.
 
     Raises:
-        ValueError: a layer of this name exists, or rope_scaling makes no sense.
+        ValueError: a layer of this name exists, rope_scaling makes no sense, or no backend suits.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MLAAttention(torch.nn.Module):
         prefix: str,
         vllm_config: Any,
         rope_scaling: Mapping[str, Any] | None = None,
-        prefill_backend_cls: type[MLAPrefillBackend] = NativePrefillBackend,
+        prefill_backend_cls: type[MLAPrefillBackend] | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -58,6 +58,8 @@ class MLAAttention(torch.nn.Module):
         self.v_head_dim = v_head_dim
         self.kv_b_proj = kv_b_proj
         self.scale = softmax_scale(qk_nope_head_dim + qk_rope_head_dim, rope_scaling)
+        if prefill_backend_cls is None:
+            prefill_backend_cls = get_mla_prefill_backend(vllm_config, mla_dimensions=MLADimensions.of(self))
         self.prefill_backend = prefill_backend_cls(
             num_heads=num_heads,
             scale=self.scale,

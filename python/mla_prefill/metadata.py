@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_prefill.backends.base import MLAPrefillBackend
+from mla_prefill.backends.ragged import upload
 from mla_prefill.context_chunks import ContextChunk, plan_context_chunks
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class PrefillContextChunk:
     max_query_len: int
     starts: Tensor  # [num_requests]
     cu_seq_lens: Tensor  # [num_requests + 1]
+    seq_lens: Tensor  # [num_requests], on the CPU
     max_seq_len: int
 
 
@@ -72,7 +74,8 @@ class MLAMetadataBuilder:
     """Builds the metadata of each step for the layers of one cache group. One builder per micro-batch.
 
     It owns a clone of the layers' prefill backend and the workspace that context is gathered into, so builders don't
-    touch each other's state.
+    touch each other's state. Everything on the host goes to the device in one copy from pinned memory, which the host
+    does not wait for.
 
     Args:
         layer_names: names of the layers, registered in ``vllm_config``; the first one's backend is cloned.
@@ -127,7 +130,8 @@ class MLAMetadataBuilder:
         Args:
             query_lens: new tokens of each request, on the host.
             seq_lens: new tokens and cached context of each request, on the host.
-            block_table: integers [num_requests, max_blocks], the cache blocks of each request in order.
+            block_table: integers [num_requests, max_blocks], the cache blocks of each request in order. On the host
+                or on the device.
             slot_mapping: integers [tokens], ``block * block_size + row`` of each new token; negative: not cached.
                 On the host, or a GPU is waited for.
 
@@ -163,18 +167,33 @@ class MLAMetadataBuilder:
         # A request without new tokens has no rows to attend from, so its context is not worth a gather.
         needed = [context if query else 0 for query, context in zip(query_lens_cpu.tolist(), context_lens, strict=True)]
         plan = plan_context_chunks(needed, workspace_rows=self.workspace.shape[0], block_size=self.block_size)
-        query_start_loc = torch.zeros(num_requests + 1, dtype=torch.int32)
-        query_start_loc[1:] = query_lens_cpu.cumsum(0)
-        chunks = [self._to_device(chunk, query_start_loc) for chunk in plan]
+        bounds = torch.zeros(num_requests + 1, dtype=torch.int32)
+        bounds[1:] = query_lens_cpu.cumsum(0)
+        slots = slot_mapping.long()
+        cached = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[cached]
+        query_start_loc, block_table, blocks, offsets, cached, *chunk_tensors = upload(
+            [
+                bounds,
+                block_table,
+                slots // self.block_size,
+                slots % self.block_size,
+                cached,
+                *(tensor for chunk in plan for tensor in _tensors_of(chunk, bounds)),
+            ],
+            self.device,
+        )
+        tokens = None if len(cached) == num_tokens else cached.long()
+        chunks = [_on_device(chunk, bounds, *chunk_tensors[3 * chunk.index :][:3]) for chunk in plan]
         metadata = PrefillMetadata(
             num_requests=num_requests,
             num_tokens=num_tokens,
             query_lens_cpu=query_lens_cpu,
-            query_start_loc=query_start_loc.to(self.device),
+            query_start_loc=query_start_loc,
             max_query_len=int(query_lens_cpu.max()) if num_requests else 0,
             block_size=self.block_size,
-            block_table=block_table.to(self.device, torch.int32),
-            cache_write=self._cache_write(slot_mapping),
+            block_table=block_table,
+            cache_write=CacheWrite(tokens, blocks.long(), offsets.long()),
             chunked_context=ChunkedContext(self.workspace, chunks) if chunks else None,
             q_data_type=self.dtype,
             prefill_backend=self.prefill_backend,
@@ -182,31 +201,31 @@ class MLAMetadataBuilder:
         self.prefill_backend.prepare_metadata(metadata)
         return metadata
 
-    def _to_device(self, chunk: ContextChunk, query_start_loc: Tensor) -> PrefillContextChunk:
-        first, last = chunk.request_slice.start, chunk.request_slice.stop
-        bounds = query_start_loc[first : last + 1]
 
-        def upload(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=self.device)
+def _tensors_of(chunk: ContextChunk, bounds: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``_on_device`` wants of a chunk on the device."""
+    own = _own_bounds(chunk, bounds)
+    return own - own[0], torch.tensor(chunk.starts), torch.tensor(chunk.cu_seq_lens)
 
-        return PrefillContextChunk(
-            index=chunk.index,
-            request_slice=chunk.request_slice,
-            token_slice=slice(int(bounds[0]), int(bounds[-1])),
-            is_continuation=chunk.is_continuation,
-            num_context_tokens=chunk.num_context_tokens,
-            query_start_loc=(bounds - bounds[0]).to(self.device),
-            max_query_len=int(bounds.diff().max()),
-            starts=upload(chunk.starts),
-            cu_seq_lens=upload(chunk.cu_seq_lens),
-            max_seq_len=chunk.max_seq_len,
-        )
 
-    def _cache_write(self, slot_mapping: Tensor) -> CacheWrite:
-        slots, tokens = slot_mapping.long(), None
-        if bool((slots < 0).any()):
-            tokens = (slots >= 0).nonzero().squeeze(1)
-            slots = slots[tokens]
-            tokens = tokens.to(self.device)
-        slots = slots.to(self.device)
-        return CacheWrite(tokens, slots // self.block_size, slots % self.block_size)
+def _on_device(
+    chunk: ContextChunk, bounds: Tensor, query_start_loc: Tensor, starts: Tensor, cu_seq_lens: Tensor
+) -> PrefillContextChunk:
+    own = _own_bounds(chunk, bounds)
+    return PrefillContextChunk(
+        index=chunk.index,
+        request_slice=chunk.request_slice,
+        token_slice=slice(int(own[0]), int(own[-1])),
+        is_continuation=chunk.is_continuation,
+        num_context_tokens=chunk.num_context_tokens,
+        query_start_loc=query_start_loc,
+        max_query_len=int(own.diff().max()),
+        starts=starts,
+        cu_seq_lens=cu_seq_lens,
+        seq_lens=torch.tensor(chunk.seq_lens, dtype=torch.int32),
+        max_seq_len=chunk.max_seq_len,
+    )
+
+
+def _own_bounds(chunk: ContextChunk, bounds: Tensor) -> Tensor:
+    return bounds[chunk.request_slice.start : chunk.request_slice.stop + 1]

@@ -2,107 +2,116 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from mla_prefill.backends.base import MLAPrefillBackend, SplitKey
+from mla_prefill.backends.base import Capability, MLADimensions, SplitKey, is_nvidia
+from mla_prefill.backends.ragged import RaggedBatch, RaggedPrefillBackend
 from mla_prefill.ops import ragged_prefill
 from mla_prefill.plan import PrefillPlan, plan_prefill
 
 
-class NativePrefillBackend(MLAPrefillBackend):
+@dataclass(frozen=True)
+class _GpuKernel:
+    dtypes: tuple[torch.dtype, ...]
+    dimensions: tuple[MLADimensions, ...]
+
+
+_DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_GPU_KERNELS = {(9, 0): _GpuKernel((torch.bfloat16, torch.float16), (_DEEPSEEK,))}  # by compute capability
+
+
+class NativePrefillBackend(RaggedPrefillBackend):
     """NATIVE: keys stay in two parts, a context chunk is merged by the kernel that computes it."""
 
-    # Of the prepared step; by chunk.index.
-    _new_tokens_plan: PrefillPlan
-    _chunk_plans: list[PrefillPlan]
+    supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
+    compute_capabilities: ClassVar[str] = ", ".join("{}.{}".format(*key) for key in _GPU_KERNELS) + " or the CPU"
+
+    _plans: dict[RaggedBatch, PrefillPlan]  # of the prepared step
+
+    @staticmethod
+    def get_name() -> str:
+        return "NATIVE"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: Capability) -> bool:
+        return device_capability is None or (is_nvidia(device_capability) and tuple(device_capability) in _GPU_KERNELS)
+
+    @classmethod
+    def validate_configuration(cls, device_capability: Capability, selector_config: Any) -> list[str]:
+        reasons = super().validate_configuration(device_capability, selector_config)
+        if device_capability is None or not cls.supports_compute_capability(device_capability):
+            return reasons
+        # The CPU's kernel takes every dtype and all dims; a GPU's does not.
+        kernel = _GPU_KERNELS[tuple(device_capability)]
+        dtype, dims = selector_config.dtype, selector_config.mla_dimensions
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("mla_prefill::ragged_prefill", "CUDA"):
+            reasons.append("build: expected one with CUDA kernels, got a build without them, or a torch without CUDA")
+        if dtype in cls.supported_dtypes and dtype not in kernel.dtypes:
+            reasons.append(f"dtype: expected one of {', '.join(map(str, kernel.dtypes))} on a GPU, got {dtype}")
+        if dims is not None and MLADimensions.of(dims) not in kernel.dimensions:
+            expected = ", ".join(map(str, kernel.dimensions))
+            reasons.append(f"dims (qk_nope, qk_rope, v): expected {expected} on a GPU, got {MLADimensions.of(dims)}")
+        return reasons
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         super().prepare_metadata(prefill_metadata)
-        metadata, context = prefill_metadata, prefill_metadata.chunked_context
-
-        def plan(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, causal: bool, max_tokens_q: int) -> PrefillPlan:
-            return plan_prefill(
-                cu_seqlens_q,
-                cu_seqlens_k,
-                num_heads=self.num_heads,
-                causal=causal,
-                head_dims=(self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim),
-                dtype=metadata.q_data_type,
-                max_tokens_q=max_tokens_q,
-            )
-
-        starts = metadata.query_start_loc
-        self._new_tokens_plan = plan(starts, starts, True, int(metadata.query_lens_cpu.sum()))
-        self._chunk_plans = [
-            plan(chunk.query_start_loc, chunk.cu_seq_lens, False, chunk.token_slice.stop - chunk.token_slice.start)
-            for chunk in (context.chunks if context is not None else ())
-        ]
-
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor | SplitKey,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        if output_scale is not None:
-            raise ValueError("output_scale: expected None (NATIVE does not quantise its output), got a tensor")
-        metadata = self._prepared()
-        k, k_pe = _parts(k)
-        return ragged_prefill(
-            q,
-            k,
-            v,
-            metadata.query_start_loc,
-            metadata.query_start_loc,
-            scale=self.scale,
-            causal=True,
-            k_pe=k_pe,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_query_len,
-            plan=self._new_tokens_plan,
-            out=out,
-            return_lse=return_softmax_lse,
-        )
-
-    def run_prefill_context_chunk(
-        self, chunk: Any, q: Tensor, k: Tensor | SplitKey, v: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return self._run_chunk(chunk, q, k, v, out=out)
+        self._plans = {}
+        dtype = prefill_metadata.q_data_type
+        for batch in (self._new_tokens, *self._chunks):
+            if batch.num_tokens_q is not None and dtype is not None:
+                self._plan(batch, batch.num_tokens_q, dtype)
 
     def accumulate_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor | SplitKey, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
-        self._run_chunk(chunk, q, k, v, out=out, lse=lse, accumulate=True)
+        batch = self._batch_of(chunk, None)
+        self._check_tensors(batch, q, k, v, out)
+        self._attend(batch, q, k, v, True, out, lse=lse, accumulate=True)
 
-    def _run_chunk(self, chunk: Any, q: Tensor, k: Tensor | SplitKey, v: Tensor, **state: Any) -> tuple[Tensor, Tensor]:
-        self._prepared()
-        k, k_pe = _parts(k)
-        return ragged_prefill(
+    def _attend(
+        self,
+        batch: RaggedBatch,
+        q: Tensor,
+        k: Tensor | SplitKey,
+        v: Tensor,
+        return_lse: bool,
+        out: Tensor | None,
+        **state: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        k, k_pe = k if isinstance(k, SplitKey) else (k, None)
+        result = ragged_prefill(
             q,
             k,
             v,
-            chunk.query_start_loc,
-            chunk.cu_seq_lens,
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_k,
             scale=self.scale,
-            causal=False,
+            causal=batch.causal,
             k_pe=k_pe,
-            max_seqlen_q=chunk.max_query_len,
-            max_seqlen_k=chunk.max_seq_len,
-            plan=self._chunk_plans[chunk.index],
-            return_lse=True,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            plan=self._plan(batch, q.shape[0], q.dtype),
+            out=out,
+            return_lse=return_lse,
             **state,
         )
+        return result if return_lse else (result, None)
 
-    def _prepared(self) -> Any:
-        if self._prefill_metadata is None:
-            raise ValueError("prefill_metadata: expected prepare_metadata before the layers run, got none")
-        return self._prefill_metadata
-
-
-def _parts(k: Tensor | SplitKey) -> tuple[Tensor, Tensor | None]:
-    return k if isinstance(k, SplitKey) else (k, None)
+    def _plan(self, batch: RaggedBatch, max_tokens_q: int, dtype: torch.dtype) -> PrefillPlan:
+        """The batch's plan: made in ``prepare_metadata``, or by the first layer where the host knew too little."""
+        plan = self._plans.get(batch)
+        if plan is None:
+            plan = self._plans[batch] = plan_prefill(
+                batch.cu_seqlens_q,
+                batch.cu_seqlens_k,
+                num_heads=self.num_heads,
+                causal=batch.causal,
+                head_dims=(self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim),
+                dtype=dtype,
+                max_tokens_q=max_tokens_q,
+            )
+        return plan

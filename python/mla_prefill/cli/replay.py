@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_prefill import reference
 from mla_prefill.cli.scheduler import ScheduledRequest, Scheduler, Step
 from mla_prefill.cli.trace import TRACE_BLOCK, Request
-from mla_prefill.forward_context import EngineConfig, StageClock
+from mla_prefill.forward_context import DeviceConfig, EngineConfig, ModelConfig, StageClock
 from mla_prefill.layer import MLAAttention
 from mla_prefill.metadata import MLAMetadataBuilder, PrefillContextChunk, PrefillMetadata
 from mla_prefill.models import ModelShape, get_model
@@ -160,7 +160,9 @@ class _Engine:
             dtype=self.dtype,
             device=config.device,
         )
-        engine_config = EngineConfig()
+        engine_config = EngineConfig(
+            device_config=DeviceConfig(config.device), model_config=ModelConfig(self.dtype, self.shape)
+        )
         self.layer = self._make_layer(engine_config)
         self.builder = MLAMetadataBuilder(
             [LAYER_NAME],

@@ -1,18 +1,25 @@
 # Every target sets itself up: a virtual environment in .venv with torch, the build tools and the package.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM := 0.33.0
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
+VLLM_PIP := $(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc python -name '*.pyc' -prune -o -type f -print)
 
-.PHONY: demo test bench lint ctest clean
+.PHONY: demo test test-vllm bench lint ctest clean
 
 demo: $(VENV)/installed
 	$(BIN)/mla-prefill demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
+
+# The real MLA layer of vLLM on the CPU, this package's backend in it.
+test-vllm: $(VENV)/installed $(VLLM_VENV)/installed
+	$(VLLM_VENV)/bin/python -m pytest -n 2 tests/in_vllm
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks cpu
@@ -40,9 +47,22 @@ $(VENV)/installed: $(VENV)/tools $(BUILT_FROM)
 	$(PIP) install --no-build-isolation ".[test]"
 	touch $@
 
+# A small environment: torch, pytest and the package are those of $(VENV). That vLLM's layer can be imported is checked
+# here, since tests without vLLM skip.
+$(VLLM_VENV)/installed: Makefile $(wildcard tests/in_vllm/requirements*.txt) | $(VENV)/installed
+	rm -rf $(VLLM_VENV)
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install -r tests/in_vllm/requirements.txt
+	$(VLLM_PIP) install --no-deps -r tests/in_vllm/requirements-no-deps.txt
+	site=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo $(abspath $(VENV))/lib/python3*/site-packages > $$site/base.pth && \
+	  $(VLLM_VENV)/bin/python tests/in_vllm/fetch.py $(VLLM) $$site
+	VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -c 'import vllm.model_executor.layers.attention.mla_attention'
+	touch $@
+
 $(VENV)/lint: $(VENV)/tools
 	$(PIP) install ruff==0.17.6 clang-format==23.1.5
 	touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VLLM_VENV)

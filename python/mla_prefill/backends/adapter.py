@@ -95,9 +95,11 @@ class AdapterBackend(RaggedPrefillBackend):
             return out, lse
         target = out if out is not None and out.is_contiguous() else None
         result, lse = self._run_rows(live, prepared, q, k, v, return_lse, target)
-        if out is None or result.data_ptr() == out.data_ptr():
+        if out is None:
             return result, lse
-        return out.copy_(result), lse
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result)
+        return out, lse
 
     def _run_rows(
         self,
@@ -124,9 +126,11 @@ class AdapterBackend(RaggedPrefillBackend):
 
 
 def _live(batch: RaggedBatch) -> LiveBatch:
-    q_lens, k_lens = batch.q_lens, batch.k_lens
-    if q_lens is None:
-        q_lens = batch.cu_seqlens_q.diff().cpu()  # no host copy came with the metadata: waits, once per step
+    q_lens, k_lens = (
+        # Where no host copy came with the metadata: waits, once per step.
+        bounds.diff().cpu() if lens is None else lens
+        for lens, bounds in ((batch.q_lens, batch.cu_seqlens_q), (batch.k_lens, batch.cu_seqlens_k))
+    )
     live = (q_lens > 0) & (k_lens > 0)
     if live.all():
         return LiveBatch(batch.cu_seqlens_q, batch.cu_seqlens_k, q_lens, k_lens, batch.causal, None, None)

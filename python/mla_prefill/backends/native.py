@@ -48,7 +48,7 @@ class NativePrefillBackend(RaggedPrefillBackend):
         # The CPU's kernel takes every dtype and all dims; a GPU's does not.
         kernel = _GPU_KERNELS[tuple(device_capability)]
         dtype, dims = selector_config.dtype, selector_config.mla_dimensions
-        if not torch._C._dispatch_has_kernel_for_dispatch_key("mla_prefill::ragged_prefill", "CUDA"):
+        if not _has_cuda_kernel():
             reasons.append("build: expected one with CUDA kernels, got a build without them, or a torch without CUDA")
         if dtype in cls.supported_dtypes and dtype not in kernel.dtypes:
             reasons.append(f"dtype: expected one of {', '.join(map(str, kernel.dtypes))} on a GPU, got {dtype}")
@@ -115,3 +115,7 @@ class NativePrefillBackend(RaggedPrefillBackend):
                 max_tokens_q=max_tokens_q,
             )
         return plan
+
+
+def _has_cuda_kernel() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("mla_prefill::ragged_prefill", "CUDA")

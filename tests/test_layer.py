@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from cases import MLA
 from helpers import INF, NAN, cu_seqlens, embed
 from torch import Tensor
 
@@ -41,11 +42,13 @@ class Model:
     backend: type[MLAPrefillBackend] = NativePrefillBackend
     projection: type[torch.nn.Linear] = torch.nn.Linear
     config: EngineConfig = field(default_factory=EngineConfig)
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         nope, rope, v = self.dims
         self.random = torch.Generator().manual_seed(0)
         projection = self.projection(self.kv_lora, self.heads * (nope + v), bias=False, dtype=self.dtype)
+        projection = projection.to(self.device)
         with torch.no_grad():
             projection.weight.copy_(self.randn(*projection.weight.shape) / self.kv_lora**0.5)
         self.layer = MLAAttention(
@@ -61,15 +64,21 @@ class Model:
             prefill_backend_cls=self.backend,
         )
         self.builder = self.new_builder()
-        self.cache = torch.full((8192 // self.block_size, self.block_size, self.kv_lora + rope), NAN, dtype=self.dtype)
+        shape = (8192 // self.block_size, self.block_size, self.kv_lora + rope)
+        self.cache = torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         self.free = torch.randperm(len(self.cache), generator=self.random).tolist()
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.random).to(self.dtype)
+        return torch.randn(*shape, generator=self.random).to(self.device, self.dtype)
 
     def new_builder(self) -> MLAMetadataBuilder:
         return MLAMetadataBuilder(
-            [NAME], self.config, block_size=self.block_size, dtype=self.dtype, workspace_rows=self.workspace_rows
+            [NAME],
+            self.config,
+            block_size=self.block_size,
+            dtype=self.dtype,
+            device=self.device,
+            workspace_rows=self.workspace_rows,
         )
 
 
@@ -126,7 +135,7 @@ class Step:
         k_pe = latent[:, None, self.model.kv_lora :].expand(-1, self.model.heads, rope)
         k, v = torch.cat([kv[..., :nope], k_pe], dim=-1), kv[..., nope:]
         scale = softmax_scale(nope + rope, YARN)
-        bounds_q, bounds_k = cu_seqlens(self.new), cu_seqlens(self.end)
+        bounds_q, bounds_k = cu_seqlens(self.new, self.model.device), cu_seqlens(self.end, self.model.device)
         if dtype == torch.float64:
             return mla_prefill.reference.ragged_prefill(self.q, k, v, bounds_q, bounds_k, scale=scale, causal=True)
         rows = []
@@ -134,7 +143,7 @@ class Step:
             one_q, one_k, one_v = (
                 x[b[i] : b[i + 1]].transpose(0, 1) for x, b in ((self.q, bounds_q), (k, bounds_k), (v, bounds_k))
             )
-            seen = torch.ones(self.new[i], self.end[i], dtype=torch.bool).tril(self.begin[i])
+            seen = torch.ones_like(one_q[0] @ one_k[0].T, dtype=torch.bool).tril(self.begin[i])
             logits = (scale * (one_q @ one_k.transpose(1, 2))).masked_fill(~seen, -INF)
             rows.append((torch.softmax(logits, dim=-1) @ one_v).transpose(0, 1))
         return torch.cat(rows)
@@ -222,6 +231,23 @@ def test_cache_holds_the_latents_and_nothing_else() -> None:
     kept = step.slots >= 0
     expected[step.slots[kept]] = torch.cat([step.kv_c, step.k_pe], dim=1)[kept]
     torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 5, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_on_a_gpu_without_waiting_for_it(dtype: torch.dtype, heads: int) -> None:
+    """A step without context: gather_latent has no CUDA kernel. Neither the builder nor the layer reads the device."""
+    model = Model(heads=heads, kv_lora=512, dims=MLA, dtype=dtype, block_size=64, device="cuda")
+    step = start(model, [(0, 200), (0, 1), (0, 33)])
+    step.slots[7] = -1
+    step.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = step.run(step.build())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step.check(out)
 
 
 def test_no_slots_at_all() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from mla_prefill.models import MODELS, get_model
 from mla_prefill.scale import softmax_scale
 
+SOURCES = {".py", ".h", ".cpp", ".cu", ".cuh", ".hip"}
 YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 
@@ -101,3 +104,20 @@ def test_unknown_model_and_ranks() -> None:
         get_model("gpt-2")
     with pytest.raises(ValueError, match="tp: expected a divisor of the 20 heads, got 8"):
         get_model("glm-4.7-flash").heads_per_rank(8)
+
+
+def test_no_other_place_derives_a_scale() -> None:
+    """A20: a second formula is where the first one's YaRN part gets lost."""
+    root = Path(__file__).resolve().parent.parent
+    derives = re.compile(r"sqrt|\*\* ?\(?-? ?(?:0?\.5|1 ?/ ?2)|mscale")
+    # The standard deviation of random weights; YaRN's fields in the table of models.
+    allowed = {"python/mla_prefill/cli/replay.py": "kv_lora_rank", "python/mla_prefill/models.py": "def _yarn|return {"}
+    sources = [path for folder in ("python", "csrc") for path in (root / folder).rglob("*") if path.suffix in SOURCES]
+    assert len(sources) > 50
+    for path in sources:
+        name = path.relative_to(root).as_posix()
+        if name == "python/mla_prefill/scale.py":
+            continue
+        for line in path.read_text().splitlines():
+            if derives.search(line) and not line.lstrip().startswith(('"""', "#", "//")):
+                assert re.search(allowed.get(name, "$^"), line), f"{name}: {line.strip()}"

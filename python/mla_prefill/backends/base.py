@@ -99,6 +99,10 @@ class MLAPrefillBackend(ABC):
         self.v_head_dim = v_head_dim
         self.vllm_config = vllm_config
         self._prefill_metadata: Any = None
+        self._set_up()
+
+    def _set_up(self) -> None:  # noqa: B027  (most backends have nothing to do)
+        """The end of the constructor: a backend's own state. Raises ImportError where its library is missing."""
 
     def clone(self) -> MLAPrefillBackend:
         """A new instance with the same configuration and none of the prepared state."""

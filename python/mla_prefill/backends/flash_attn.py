@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,12 +64,11 @@ class FlashAttnPrefillBackend(AdapterBackend):
     )
     compute_capabilities: ClassVar[str] = "8.0 to 12.x, or an AMD GPU"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         dtype = selector_config_of(self.vllm_config).dtype
         self._library, self._attention, reason = _choose(device_capability(), dtype)
         if self._attention is None:
-            raise ImportError(f"FLASH_ATTN: {reason}")
+            raise ImportError(f"FLASH_ATTN: {self.missing_dependency() or reason}")
 
     @staticmethod
     def get_name() -> str:
@@ -81,8 +80,7 @@ class FlashAttnPrefillBackend(AdapterBackend):
 
     @classmethod
     def missing_dependency(cls) -> str | None:
-        problems = [problem for function, problem in (library.load() for library in _LIBRARIES) if function is None]
-        return _none_of(_LIBRARIES, problems) if len(problems) == len(_LIBRARIES) else None
+        return _first(_LIBRARIES)[2] or None
 
     @classmethod
     def validate_configuration(cls, device_capability: Capability, selector_config: Any) -> list[str]:
@@ -124,15 +122,15 @@ def _choose(
     ]
     if not suitable:
         return None, None, f"expected a GPU and a dtype that a FlashAttention has, got {capability} and {dtype}"
+    return _first(suitable)
+
+
+def _first(libraries: Sequence[_Library]) -> tuple[_Library | None, Callable[..., Any] | None, str]:
     problems = []
-    for library in suitable:
+    for library in libraries:
         function, problem = library.load()
         if function is not None:
             return library, function, ""
         problems.append(problem)
-    return None, None, _none_of(suitable, problems)
-
-
-def _none_of(libraries: Iterable[_Library], problems: list[str]) -> str:
     names = " or ".join(library.distribution for library in libraries)
-    return f"package: expected {names}, got none ({'; '.join(problems)})"
+    return None, None, f"package: expected {names}, got none ({'; '.join(problems)})"

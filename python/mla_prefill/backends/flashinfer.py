@@ -31,8 +31,7 @@ class FlashInferPrefillBackend(AdapterBackend):
     )
     compute_capabilities: ClassVar[str] = "8.x, 9.x or 10.x"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         if reason := self.missing_dependency():
             raise ImportError(f"FLASHINFER: {reason}")
         self._hyperparameters: GlobalHyperparameters | None = None

@@ -24,8 +24,7 @@ class TrtllmRaggedPrefillBackend(AdapterBackend):
     )
     compute_capabilities: ClassVar[str] = "10.x"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         if reason := self.missing_dependency():
             raise ImportError(f"TRTLLM_RAGGED: {reason}")
         self._workspace: Tensor | None = None

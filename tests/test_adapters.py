@@ -369,7 +369,7 @@ def test_a_broken_library_is_passed_over_with_its_reason(monkeypatch: pytest.Mon
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", Broken("flash_attn_interface"))
     reason = FlashAttnPrefillBackend.missing_dependency()
-    assert "flash-attn-3: OSError: undefined symbol: _ZN3c10" in reason and "flash-attn-4: ModuleNotFound" in reason
+    assert reason.endswith("or flash-attn, got flash_attn_interface: OSError: undefined symbol: _ZN3c10")
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace(flash_attn_varlen_func=flash_attn_3))
     assert FlashAttnPrefillBackend.missing_dependency() is None
 

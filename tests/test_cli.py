@@ -167,6 +167,38 @@ def test_doctor() -> None:
     assert all(kernel["usable"] or kernel["reason"] for kernel in report["kernels"])
 
 
+def test_doctor_says_why_a_backend_is_or_is_not_chosen() -> None:
+    result = run("doctor", "--model", "deepseek-v3", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "prefill backend for deepseek-v3, bfloat16, cpu: NATIVE" in result.stdout
+    report = json.loads(run("doctor", "--model", "glm-5", "--dtype", "float64", "--device", "cpu", "--json").stdout)
+    assert report["question"] == {"model": "glm-5", "dtype": "float64", "device": "cpu"}
+    assert report["prefill_backend"] is None
+    backends = {row["backend"]: row for row in report["prefill_backends"]}
+    assert list(backends) == ["NATIVE", "FLASH_ATTN", "FLASHINFER", "TRTLLM_RAGGED", "SDPA", "CUSTOM"]
+    assert all(row["usable"] == (not row["reasons"]) for row in backends.values())
+    assert backends["SDPA"]["reasons"] == [
+        "dtype: expected one of torch.bfloat16, torch.float16, torch.float32, got torch.float64"
+    ]
+    assert [reason.split(":")[0] for reason in backends["TRTLLM_RAGGED"]["reasons"]][:2] == [
+        "compute capability", "dtype",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "gpt-2"), "model: expected one of"),
+        (("--dtype", "flat"), "dtype: expected the name of a torch dtype, got 'flat'"),
+        (("--device", "tpu"), "device: expected cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_doctor_names_a_wrong_question(arguments: tuple, message: str) -> None:
+    result = run("doctor", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_without_the_compiled_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mla_prefill._C", None)
     monkeypatch.delattr("mla_prefill._C", raising=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,15 @@ from torch import Tensor
 from mla_prefill.backends.base import SplitKey
 from mla_prefill.backends.ragged import RaggedBatch, RaggedPrefillBackend, join_key, upload
 
-LN_2 = 0.6931471805599453
+
+def load(module: str, name: str) -> tuple[Any, str]:
+    """What a library calls so, or None and what is wrong with the library: nothing where it isn't installed."""
+    try:
+        return getattr(importlib.import_module(module), name), ""
+    except Exception as error:  # a broken library is as good as none, whatever it raises
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            return None, ""
+        return None, f"{module}: {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, eq=False)

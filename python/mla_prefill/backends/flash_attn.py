@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_prefill.backends.adapter import AdapterBackend, LiveBatch
+from mla_prefill.backends.adapter import AdapterBackend, LiveBatch, load
 from mla_prefill.backends.base import Capability, MLADimensions, device_capability
 from mla_prefill.backends.selector import selector_config_of
 
@@ -35,13 +34,6 @@ class _Library:
         if capability is None:
             return False
         return self.amd if torch.version.hip is not None else capability[0] in self.capability_majors
-
-    def load(self) -> tuple[Callable[..., Any] | None, str]:
-        """The function, or why there is none."""
-        try:
-            return importlib.import_module(self.module).flash_attn_varlen_func, ""
-        except Exception as error:  # a broken library is as good as none, whatever it raises
-            return None, f"{self.distribution}: {type(error).__name__}: {error}"
 
 
 # In the order of preference. One KV split, so that a result does not depend on the load; FA2 has no other here.
@@ -128,9 +120,9 @@ def _choose(
 def _first(libraries: Sequence[_Library]) -> tuple[_Library | None, Callable[..., Any] | None, str]:
     problems = []
     for library in libraries:
-        function, problem = library.load()
+        function, problem = load(library.module, "flash_attn_varlen_func")
         if function is not None:
             return library, function, ""
-        problems.append(problem)
+        problems += [problem] if problem else []
     names = " or ".join(library.distribution for library in libraries)
-    return None, None, f"package: expected {names}, got none ({'; '.join(problems)})"
+    return None, None, f"package: expected {names}, got {'; '.join(problems) or 'none'}"

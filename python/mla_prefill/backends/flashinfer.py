@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mla_prefill.backends.adapter import LN_2, AdapterBackend, LiveBatch
+from mla_prefill.backends.adapter import AdapterBackend, LiveBatch, load
 from mla_prefill.backends.base import Capability, MLADimensions, MLAPrefillBackend, device_capability, is_nvidia
 
+_WRAPPER = ("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper")
 WORKSPACE_BYTES = 384 << 20  # the library's advice is 128 MiB; its split-KV scratch outgrew that for others
 _KERNELS = {8: "fa2", 9: "fa3", 10: "cutlass"}  # by the capability's major; its own choice may not return an lse
 
@@ -48,7 +49,7 @@ class FlashInferPrefillBackend(AdapterBackend):
 
     @classmethod
     def missing_dependency(cls) -> str | None:
-        return missing_attribute("flashinfer", "BatchPrefillWithRaggedKVCacheWrapper")
+        return missing_flashinfer(*_WRAPPER)
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         # Not in the constructor, where the model's later layers don't exist yet.
@@ -81,7 +82,7 @@ class FlashInferPrefillBackend(AdapterBackend):
         return wrapper
 
     def _new_wrapper(self) -> Any:
-        wrapper_class = importlib.import_module("flashinfer").BatchPrefillWithRaggedKVCacheWrapper
+        wrapper_class, _ = load(*_WRAPPER)
         capability = device_capability(self._workspace.device)
         return wrapper_class(self._workspace, "NHD", backend=_KERNELS[capability[0]])
 
@@ -95,16 +96,13 @@ class FlashInferPrefillBackend(AdapterBackend):
 def natural_heads_first(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(out, lse) with the lse of [tokens, heads] in base 2 as [heads, tokens] in base e."""
     out, lse = result
-    return out, (lse * LN_2).t()
+    return out, (lse * math.log(2)).t()
 
 
-def missing_attribute(module: str, name: str) -> str | None:
+def missing_flashinfer(module: str, name: str) -> str | None:
     """Why FlashInfer can't be used, or None."""
-    try:
-        getattr(importlib.import_module(module), name)
-    except Exception as error:  # a broken library is as good as none, whatever it raises
-        return f"package: expected flashinfer-python with {name}, got none ({type(error).__name__}: {error})"
-    return None
+    found, problem = load(module, name)
+    return None if found is not None else f"package: expected flashinfer-python with {name}, got {problem or 'none'}"
 
 
 def global_hyperparameters(vllm_config: Any) -> GlobalHyperparameters:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_prefill.backends.adapter import AdapterBackend, LiveBatch
+from mla_prefill.backends.adapter import AdapterBackend, LiveBatch, load
 from mla_prefill.backends.base import Capability, MLADimensions, is_nvidia
-from mla_prefill.backends.flashinfer import WORKSPACE_BYTES, missing_attribute, natural_heads_first
+from mla_prefill.backends.flashinfer import WORKSPACE_BYTES, missing_flashinfer, natural_heads_first
 
-_MODULE, _FUNCTION = "flashinfer.prefill", "trtllm_ragged_attention_deepseek"
+_FUNCTION = ("flashinfer.prefill", "trtllm_ragged_attention_deepseek")
 
 
 class TrtllmRaggedPrefillBackend(AdapterBackend):
@@ -39,7 +38,7 @@ class TrtllmRaggedPrefillBackend(AdapterBackend):
 
     @classmethod
     def missing_dependency(cls) -> str | None:
-        return missing_attribute(_MODULE, _FUNCTION)
+        return missing_flashinfer(*_FUNCTION)
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         if self._workspace is None:
@@ -55,7 +54,8 @@ class TrtllmRaggedPrefillBackend(AdapterBackend):
     def _run(
         self, batch: LiveBatch, prepared: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        result = getattr(importlib.import_module(_MODULE), _FUNCTION)(
+        attention, _ = load(*_FUNCTION)
+        result = attention(
             query=q.contiguous(),
             key=k,
             value=v,

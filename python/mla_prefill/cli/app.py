@@ -118,9 +118,15 @@ def plan(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Ask for this model's head dims (any if not given).")] = None,
+    dtype: Annotated[str, typer.Option(help="Ask for inputs of this dtype.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the accelerator, if any, if not given.")] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show what is built, which devices there are, and why each backend is or isn't usable."""
-    report = doctor_report.examine()
+    with _user_errors():
+        report = doctor_report.examine(model, dtype, device)
     if as_json:
         print(json.dumps(report, indent=2))
     else:

@@ -10,12 +10,21 @@ from typing import Any
 import torch
 
 import mla_prefill
+from mla_prefill.backends.base import device_capability
+from mla_prefill.backends.selector import explain_backends, get_mla_prefill_backend, selector_config_of
+from mla_prefill.forward_context import DeviceConfig, EngineConfig, ModelConfig
+from mla_prefill.models import get_model
 
 OPS = ("ragged_prefill", "plan_prefill", "merge_states", "gather_latent")
 
 
-def examine() -> dict[str, Any]:
-    """A report of plain values."""
+def examine(model: str | None = None, dtype: str = "bfloat16", device: str | None = None) -> dict[str, Any]:
+    """A report of plain values; which backend a layer would get is answered for a model, dtype and device.
+
+    Raises:
+        ValueError: an unknown model, dtype or device.
+    """
+    backends = _prefill_backends(model, dtype, device)
     module, problem = _compiled_module()
     return {
         "mla_prefill": mla_prefill.__version__,
@@ -26,6 +35,35 @@ def examine() -> dict[str, Any]:
         "ops": [name for name in OPS if hasattr(torch.ops.mla_prefill, name)],
         "devices": _devices(),
         "kernels": [_with_verdict(row) for row in module.kernel_table()] if module else [],
+        **backends,
+    }
+
+
+def _prefill_backends(model: str | None, dtype: str, device: str | None) -> dict[str, Any]:
+    shape = get_model(model) if model is not None else None
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        raise ValueError(f"dtype: expected the name of a torch dtype, got {dtype!r}")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    capability = device_capability(device)
+    if device == "cuda" and capability is None:
+        raise ValueError("device: expected cpu (no CUDA device is there), got 'cuda'")
+    config = EngineConfig(
+        model_config=ModelConfig(torch_dtype, shape),
+        device_config=DeviceConfig("cpu" if capability is None else "cuda"),
+    )
+    try:
+        chosen = get_mla_prefill_backend(config).get_name()
+    except ValueError:
+        chosen = None
+    reasons = explain_backends(capability, selector_config_of(config))
+    return {
+        "question": {"model": model, "dtype": dtype, "device": config.device_config.device},
+        "prefill_backend": chosen,
+        "prefill_backends": [
+            {"backend": name, "usable": not against, "reasons": against} for name, against in reasons.items()
+        ],
     }
 
 

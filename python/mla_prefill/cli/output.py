@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -155,6 +156,17 @@ def print_doctor(console: Console, report: dict[str, Any]) -> None:
                 kernel["backend"], usable, _text(kernel["dtypes"]), _text(kernel["head_dims"]), kernel["detail"]
             )
         console.print(kernels)
+
+    question = report["question"]
+    console.print(
+        f"prefill backend for {question['model'] or 'any model'}, {question['dtype']}, {question['device']}: "
+        f"[bold]{report['prefill_backend'] or 'none'}[/]"
+    )
+    backends = Table("backend", "usable", "because")
+    for backend in report["prefill_backends"]:
+        usable = "[green]yes[/]" if backend["usable"] else "no"
+        backends.add_row(backend["backend"], usable, escape("\n".join(backend["reasons"])))
+    console.print(backends)
 
 
 def _text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
 import re
@@ -88,6 +89,16 @@ def test_members_and_their_classes() -> None:
             assert issubclass(backend_class, MLAPrefillBackend) and backend_class.get_name() == member.name
             assert f"{backend_class.__module__}.{backend_class.__qualname__}" == member.get_path() == member.value
     assert MLAPrefillBackendEnum.NATIVE.get_class() is NativePrefillBackend
+
+
+def test_constructors_take_seven_arguments() -> None:
+    """No device and no layer names; a backend works out what else it needs when the first step is prepared."""
+    for member in MLAPrefillBackendEnum:
+        if member is not CUSTOM:
+            assert list(inspect.signature(member.get_class()).parameters) == [
+                "num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                "vllm_config",
+            ]  # fmt: skip
 
 
 def test_custom_must_be_registered() -> None:

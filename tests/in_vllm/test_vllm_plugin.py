@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("vllm.v1.attention.backends.mla.prefill.base", reason="vLLM is not installed: make test-vllm")
 import vllm.platforms
+from vllm.config import VllmConfig
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 from vllm.v1.attention.backends.mla.prefill import get_mla_prefill_backend
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
@@ -188,6 +189,19 @@ def test_original_is_vllms_own_class() -> None:
     register_mla_prefill_backend(MLAPrefillBackendEnum.CPU, plugin.DEFAULTS["CPU"])
     assert MLAPrefillBackendEnum.CPU.get_class() is auto.InsteadOfCPU
     assert auto.InsteadOfCPU.original() is CPUSDPAMLAPrefillBackend
+
+
+def test_our_layer_takes_the_configuration_of_vllm() -> None:
+    vllm_config = VllmConfig()
+    object.__setattr__(vllm_config, "model_config", config(DEEPSEEK, torch.float32).model_config)
+    layer = mla_prefill.MLAAttention(
+        num_heads=2, kv_lora_rank=512, kv_b_proj=torch.nn.Linear(512, 512), prefix="layer", vllm_config=vllm_config,
+        **vars(DEEPSEEK),
+    )  # fmt: skip
+    assert vllm_config.compilation_config.static_forward_context == {"layer": layer}
+    assert type(layer.prefill_backend) is native.NativePrefillBackend
+    builder = mla_prefill.MLAMetadataBuilder(["layer"], vllm_config, block_size=16, dtype=torch.float32)
+    assert builder.prefill_backend.vllm_config is vllm_config
 
 
 def test_at_import_only_the_light_part_of_vllm_is_needed() -> None:

@@ -441,6 +441,8 @@ def test_no_layers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     layers.clear()
     with pytest.raises(ValueError, match=r"static_forward_context: expected at least one layer .*, got no layers"):
         step_of(model, builder)
+    with pytest.raises(ValueError, match="got no layers"):
+        flashinfer.global_hyperparameters(None)
     layers["norm"] = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"expected at least one layer with a prefill backend, got \['norm'\]"):
         step_of(model, builder)

@@ -111,7 +111,8 @@ def global_hyperparameters(vllm_config: Any) -> GlobalHyperparameters:
     Raises:
         ValueError: no layer with a prefill backend is registered, or the layers disagree.
     """
-    layers = vllm_config.compilation_config.static_forward_context
+    compilation_config = getattr(vllm_config, "compilation_config", None)
+    layers = getattr(compilation_config, "static_forward_context", {})
     found = {
         name: GlobalHyperparameters(backend.scale, backend.num_heads, str(MLADimensions.of(backend)))
         for name, backend in ((name, getattr(layer, "prefill_backend", None)) for name, layer in layers.items())

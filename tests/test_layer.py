@@ -395,6 +395,8 @@ def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     outs = [step.run(metadata) for _ in range(3)]
     assert len(calls) == 1 + num_chunks(metadata)
     assert torch.equal(outs[0], outs[2])
+    step.build()
+    assert len(metadata.prefill_backend._plans) == 1 + num_chunks(metadata), "plans of the last step are kept"
 
 
 def test_workspace_is_a_cap_of_whole_blocks() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import mla_prefill
@@ -118,6 +119,8 @@ class Model:
         # VllmConfig checks types when it is constructed, not later.
         object.__setattr__(self.config, "model_config", FakeModelConfig(self.dtype, self.heads, latent, **dims))
         self.config.cache_config.block_size = BLOCK_SIZE
+        # Its choice on a CPU with AMX has a prefill of its own.
+        self.config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         self.weight = self.randn(self.heads * (nope + v), self.kv_lora) / self.kv_lora**0.5
         with set_current_vllm_config(self.config):
             self.layer = MLAAttention(

@@ -1,10 +1,9 @@
-// Scalar conversions between storage formats and float, without torch and the same on every CPU.
+// Scalar conversions between storage formats and float, without torch and the same on every device.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <limits>
+
+#include "host_device.h"
 
 namespace mla_prefill {
 
@@ -18,23 +17,23 @@ struct Float8E4M3 {
   uint8_t bits;
 };
 
-inline float float_from_bits(uint32_t bits) {
+MLA_HOST_DEVICE float float_from_bits(uint32_t bits) {
   float value;
-  std::memcpy(&value, &bits, sizeof value);
+  __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline uint32_t bits_of(float value) {
+MLA_HOST_DEVICE uint32_t bits_of(float value) {
   uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
+  __builtin_memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float to_float(float value) { return value; }
+MLA_HOST_DEVICE float to_float(float value) { return value; }
 
-inline float to_float(BFloat16 value) { return float_from_bits((uint32_t)value.bits << 16); }
+MLA_HOST_DEVICE float to_float(BFloat16 value) { return float_from_bits((uint32_t)value.bits << 16); }
 
-inline float to_float(Float16 value) {
+MLA_HOST_DEVICE float to_float(Float16 value) {
   const uint32_t sign = (uint32_t)(value.bits & 0x8000) << 16;
   const uint32_t magnitude = value.bits & 0x7fff;
   // The exponent is rebased by a multiplication, which also normalises subnormals; inf and NaN keep theirs.
@@ -42,31 +41,31 @@ inline float to_float(Float16 value) {
   return float_from_bits(sign | bits_of(float_from_bits(magnitude << 13) * 0x1p112f));
 }
 
-inline float to_float(Float8E4M3 value) {
+MLA_HOST_DEVICE float to_float(Float8E4M3 value) {
   const uint32_t sign = (uint32_t)(value.bits & 0x80) << 24;
   const uint32_t magnitude = value.bits & 0x7f;
-  if (magnitude == 0x7f) return std::numeric_limits<float>::quiet_NaN();
+  if (magnitude == 0x7f) return float_from_bits(0x7fc00000);
   return float_from_bits(sign | bits_of(float_from_bits(magnitude << 20) * 0x1p120f));
 }
 
 template <typename T>
-T from_float(float value);
+MLA_HOST_DEVICE T from_float(float value);
 
 template <>
-inline float from_float<float>(float value) {
+MLA_HOST_DEVICE float from_float<float>(float value) {
   return value;
 }
 
 // Round to nearest even; a NaN stays one.
 template <>
-inline BFloat16 from_float<BFloat16>(float value) {
+MLA_HOST_DEVICE BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = bits_of(value);
-  if (std::isnan(value)) return {(uint16_t)(bits >> 16 | 0x40)};
+  if (value != value) return {(uint16_t)(bits >> 16 | 0x40)};
   return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
 template <>
-inline Float16 from_float<Float16>(float value) {
+MLA_HOST_DEVICE Float16 from_float<Float16>(float value) {
   const uint32_t bits = bits_of(value);
   const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
   const uint32_t magnitude = bits & 0x7fffffff;

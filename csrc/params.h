@@ -104,7 +104,8 @@ struct GatherParams {
   const int32_t* cu_seqlens = nullptr;  // [batch + 1]
   const int32_t* starts = nullptr;      // [batch]
   int32_t batch = 0;
-  void* out = nullptr;  // [rows, dim]
+  void* out = nullptr;  // [out_rows, dim]
+  int64_t out_rows = 0;
   int64_t out_stride = 0;
   int32_t dim = 0;
   CacheLayout layout = CacheLayout::kPlain;

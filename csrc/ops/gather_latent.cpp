@@ -84,6 +84,7 @@ GatherParams check(const Tensor& cache, const Tensor& block_table, const Tensor&
   params.starts = static_cast<const int32_t*>(starts.const_data_ptr());
   params.batch = (int32_t)batch;
   params.out = out.mutable_data_ptr();
+  params.out_rows = out.size(0);
   params.out_stride = out.stride(0);
   params.dim = (int32_t)dim;
   params.layout = layout;

@@ -33,7 +33,7 @@ __device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) 
 __device__ int32_t scan(int32_t value, int32_t (&warp_sums)[kWarps], int32_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = __shfl_up_sync(~0u, value, step);
+    const int32_t other = shuffle_up(value, step);
     if (lane >= step) value += other;
   }
   if (lane == 31) warp_sums[warp] = value;
@@ -77,7 +77,7 @@ __device__ int32_t sort_sequences(const Config& config, const Problem& p, const 
     __syncthreads();
     const int32_t seq = base + threadIdx.x;
     const int32_t rank = rank_of(config, p, seq);
-    const uint32_t alike = __match_any_sync(~0u, rank);
+    const uint32_t alike = lanes_alike(rank);
     const int32_t place = __popc(alike & ((1u << lane) - 1));
     if (rank >= 0 && place == 0) in_warp[warp][rank] = __popc(alike);
     __syncthreads();

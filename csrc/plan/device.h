@@ -1,8 +1,7 @@
 // The planner on the device: one kernel, nothing is read back.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
+#include "gpu.h"
 #include "plan/plan.h"
 
 namespace mla_prefill::plan {

@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
-#define MLA_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define MLA_HOST_DEVICE inline
-#endif
+#include "host_device.h"
 
 namespace mla_prefill::plan {
 

@@ -1,0 +1,8 @@
+// Functions that compile for the host and for GPUs.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__HIPCC__)
+#define MLA_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define MLA_HOST_DEVICE inline
+#endif

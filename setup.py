@@ -3,7 +3,8 @@
     pip install --no-build-isolation .
 
 MLA_PREFILL_BACKENDS=cpu,sm90 chooses what is compiled; the default is every backend whose toolchain is there. The CUDA
-kernels need nvcc, not a CUDA build of torch. They go into a library of their own, loaded only where torch has CUDA.
+kernels need nvcc, not a CUDA build of torch. They go into a library of their own, loaded only where torch has CUDA. The
+HIP kernels need a ROCm build of torch, whose hipcc is then used; they too have their own library.
 """
 
 import os
@@ -17,7 +18,8 @@ from setuptools import Extension, setup
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent
-BACKENDS = ("cpu", "sm90")
+BACKENDS = ("cpu", "sm90", "hip")
+HIP_ARCHITECTURES = "gfx90a;gfx942;gfx950"
 
 
 def find_cuda() -> Path | None:
@@ -35,13 +37,16 @@ def find_cuda() -> Path | None:
     return None
 
 
-def chosen_backends(cuda: Path | None) -> list[str]:
-    available = BACKENDS if cuda else ("cpu",)
+def chosen_backends(cuda: Path | None, rocm: Path | None) -> list[str]:
+    toolchains = {"cpu": True, "sm90": cuda and not rocm, "hip": rocm}
+    available = [name for name in BACKENDS if toolchains[name]]
     names = os.environ.get("MLA_PREFILL_BACKENDS", ",".join(available)).split(",")
     if unknown := [name for name in names if name not in BACKENDS]:
         raise SystemExit(f"MLA_PREFILL_BACKENDS: expected names of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
-    if missing := [name for name in names if name not in available]:
-        raise SystemExit(f"MLA_PREFILL_BACKENDS: expected nvcc (or $CUDA_HOME) for {', '.join(missing)}, got none")
+    if "sm90" in names and "sm90" not in available:
+        raise SystemExit("MLA_PREFILL_BACKENDS: expected nvcc (or $CUDA_HOME) for sm90, got none")
+    if "hip" in names and "hip" not in available:
+        raise SystemExit(f"MLA_PREFILL_BACKENDS: expected a ROCm build of torch for hip, got torch {torch.__version__}")
     return ["cpu", *(name for name in names if name != "cpu")]
 
 
@@ -57,7 +62,8 @@ def sources(*patterns: str) -> list[str]:
 
 
 cuda = find_cuda()
-backends = chosen_backends(cuda)
+rocm = Path(cpp_extension.ROCM_HOME) if torch.version.hip and cpp_extension.ROCM_HOME else None
+backends = chosen_backends(cuda, rocm)
 compile_args = [
     "-std=c++17",
     "-O3",
@@ -93,7 +99,7 @@ op_library = op_extension(
     [
         path
         for path in sources("csrc/ops/*.cpp", "csrc/plan/*.cpp", "csrc/context/*.cpp", "csrc/cpu/*.cpp")
-        if not path.endswith("_cuda.cpp")
+        if not path.endswith(("_cuda.cpp", "_hip.cpp"))
     ],
     extra_compile_args=compile_args,
 )
@@ -132,6 +138,22 @@ if "sm90" in backends:
                 ],
             },
             extra_link_args=["-lcudart_static", "-ldl", "-lrt", "-lpthread"],
+        )
+    )
+if "hip" in backends:
+    os.environ.setdefault("PYTORCH_ROCM_ARCH", HIP_ARCHITECTURES)  # also where no GPU is there to be asked
+    extensions.append(
+        op_extension(
+            "mla_prefill._hip_ops",
+            [
+                *("csrc/ops/arguments.cpp", "csrc/ops/context.cpp", "csrc/ops/prefill.cpp", "csrc/ops/ops_hip.cpp"),
+                *sources("csrc/context/*.cu", "csrc/plan/*.cu", "csrc/hip/*.hip"),
+            ],
+            include_dirs=[str(rocm / "include")],
+            extra_compile_args={"cxx": compile_args, "nvcc": ["-std=c++17", "-O3", "-fvisibility=hidden"]},  # hipcc's
+            # torch's own libamdhip64, which libtorch brings: a second one in the process would not know its streams.
+            library_dirs=[str(rocm / "lib")],
+            extra_link_args=["-lamdhip64"],
         )
     )
 

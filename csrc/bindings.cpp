@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "hip/config.h"
 #include "plan/plan.h"
 #include "sm90/config.h"
 
@@ -49,13 +50,25 @@ py::list kernel_table() {
       table.append(row);
     }
   }
+  if (std::string(MLA_PREFILL_BACKENDS).find("hip") != std::string::npos) {
+    for (const char* dtype : {"bfloat16", "float16"}) {
+      py::dict row;
+      row["backend"] = "hip";
+      row["dtypes"] = dtype;
+      row["head_dims"] = "(128, 64, 128)";
+      row["detail"] = "tiles of 128 x 32; emulated, not run on hardware";
+      row["gcn_architectures"] = "gfx90a, gfx942, gfx950";  // whether such a device is there is torch's to say
+      table.append(row);
+    }
+  }
   return table;
 }
 
 plan::Config config_of(const std::string& backend) {
   if (backend == "cpu") return cpu::plan_config();
   if (backend == "sm90") return sm90::plan_config();
-  throw std::invalid_argument("backend: expected 'cpu' or 'sm90', got '" + backend + "'");
+  if (backend == "hip") return hip::plan_config();
+  throw std::invalid_argument("backend: expected 'cpu', 'sm90' or 'hip', got '" + backend + "'");
 }
 
 using Item = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t>;

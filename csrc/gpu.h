@@ -9,6 +9,7 @@
 
 using cudaError_t = hipError_t;
 using cudaStream_t = hipStream_t;
+constexpr cudaError_t cudaSuccess = hipSuccess;
 inline cudaError_t cudaGetLastError() { return hipGetLastError(); }
 
 #else

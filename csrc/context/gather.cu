@@ -70,6 +70,7 @@ cudaError_t launch(const GatherParams& p, cudaStream_t stream) {
                       (p.layout == CacheLayout::kFp8DsMla
                            ? in_packs(p.cache, 1, 16, {p.block_stride, p.slot_stride})
                            : in_packs(p.cache, plain ? sizeof(T) : 1, kPack, {p.block_stride, p.slot_stride}));
+  if (p.out_rows == 0 || p.batch == 0) return cudaSuccess;
   const unsigned blocks = (unsigned)((p.out_rows + kRowsPerBlock - 1) / kRowsPerBlock);
   if (packed) {
     gather_kernel<T, kPack><<<blocks, kThreads, 0, stream>>>(p);

@@ -1,7 +1,7 @@
 """Loads the op libraries: importing this module registers ``torch.ops.mla_prefill.*``.
 
-``_ops*.so`` holds the schemas and the CPU kernels, ``_cuda_ops*.so`` the CUDA kernels, where they were built and torch
-has CUDA. They use torch's stable ABI and hold no Python, so one build serves every interpreter and torch >= 2.11.
+``_ops*.so`` holds the schemas and the CPU kernels, ``_cuda_ops*.so`` the CUDA kernels and ``_hip_ops*.so`` those for
+AMD GPUs, where they were built and torch has CUDA or ROCm. They use torch's stable ABI and hold no Python, so one build serves every interpreter and torch >= 2.11.
 """
 
 from __future__ import annotations
@@ -31,3 +31,5 @@ def _load(stem: str, *, required: bool) -> None:
 _load("_ops", required=True)
 if torch.version.cuda is not None:
     _load("_cuda_ops", required=False)
+if torch.version.hip is not None:
+    _load("_hip_ops", required=False)

@@ -75,34 +75,48 @@ def _compiled_module() -> tuple[ModuleType | None, str | None]:
 
 
 def _with_verdict(row: dict[str, Any]) -> dict[str, Any]:
-    """A kernel's row with ``usable`` and ``reason``, which for a CUDA kernel depend on torch and the devices."""
-    if "compute_capability" not in row:
+    """A kernel's row with ``usable`` and ``reason``, which for a GPU kernel depend on torch and the devices."""
+    if "compute_capability" in row:
+        toolkit, build, needed = "CUDA", torch.version.cuda, [row["compute_capability"]]
+        expected = f"compute capability {needed[0]}"
+    elif "gcn_architectures" in row:
+        toolkit, build, needed = "ROCm", torch.version.hip, row["gcn_architectures"].split(", ")
+        expected = f"architecture {' or '.join(needed)}"
+    else:
         return row
-    needed = row["compute_capability"]
-    found = [
-        "{}.{}".format(*torch.cuda.get_device_capability(index))
-        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    ]
-    if torch.version.cuda is None:
-        reason = f"expected a CUDA build of torch, got {torch.__version__}"
-    elif needed not in found:
-        reason = f"expected a device of compute capability {needed}, got {', '.join(found) or 'none'}"
+    found = [_architecture(properties) for properties in _gpus()]
+    if build is None:
+        reason = f"expected a {toolkit} build of torch, got {torch.__version__}"
+    elif not set(needed) & set(found):
+        reason = f"expected a device of {expected}, got {', '.join(found) or 'none'}"
     else:
         reason = ""
     return {**row, "usable": not reason, "reason": reason}
+
+
+def _gpus() -> list[Any]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_properties(index) for index in range(count)]
+
+
+def _architecture(properties: Any) -> str:
+    """The compute capability, or what ROCm has in its place: gfx942 and the like."""
+    if torch.version.hip is not None:
+        return properties.gcnArchName.partition(":")[0]
+    return f"{properties.major}.{properties.minor}"
 
 
 def _devices() -> list[dict[str, str]]:
     cpu = {"device": "cpu", "name": platform.processor() or platform.machine()}
     cpu["detail"] = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     devices = [cpu]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
+    for index, properties in enumerate(_gpus()):
+        kind = _architecture(properties) if torch.version.hip else f"sm_{properties.major}{properties.minor}"
         devices.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
-                "detail": f"sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB",
+                "detail": f"{kind}, {properties.total_memory / 2**30:.0f} GiB",
             }
         )
     return devices

@@ -71,6 +71,7 @@ __device__ int32_t sort_sequences(const Config& config, const Problem& p, const 
     }
     num_sequences = offset;
   }
+  __syncthreads();
 
   for (int32_t base = 0; base < p.batch; base += kThreads) {
     for (int i = threadIdx.x; i < kWarps * kNumRanks; i += kThreads) in_warp[i / kNumRanks][i % kNumRanks] = 0;

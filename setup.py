@@ -147,7 +147,7 @@ if "hip" in backends:
             "mla_prefill._hip_ops",
             [
                 *("csrc/ops/arguments.cpp", "csrc/ops/context.cpp", "csrc/ops/prefill.cpp", "csrc/ops/ops_hip.cpp"),
-                *sources("csrc/context/*.cu", "csrc/plan/*.cu", "csrc/hip/*.hip"),
+                *sources("csrc/context/*.cu", "csrc/plan/*.cu", "csrc/hip/*.cpp", "csrc/hip/*.hip"),
             ],
             include_dirs=[str(rocm / "include")],
             extra_compile_args={"cxx": compile_args, "nvcc": ["-std=c++17", "-O3", "-fvisibility=hidden"]},  # hipcc's

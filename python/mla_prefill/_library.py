@@ -1,7 +1,8 @@
 """Loads the op libraries: importing this module registers ``torch.ops.mla_prefill.*``.
 
 ``_ops*.so`` holds the schemas and the CPU kernels, ``_cuda_ops*.so`` the CUDA kernels and ``_hip_ops*.so`` those for
-AMD GPUs, where they were built and torch has CUDA or ROCm. They use torch's stable ABI and hold no Python, so one build serves every interpreter and torch >= 2.11.
+AMD GPUs, where they were built and torch has CUDA or ROCm. They use torch's stable ABI and hold no Python, so one build
+serves every interpreter and torch >= 2.11.
 """
 
 from __future__ import annotations

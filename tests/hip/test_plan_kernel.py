@@ -1,0 +1,35 @@
+"""The device planner as compiled for waves of 64 lanes, against the host planner, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import MLA
+from helpers import cu_seqlens
+from kernels import HEADER_INTS, code_object, plan_prefill
+
+from mla_prefill._C import plan_items
+
+pytestmark = pytest.mark.usefixtures("toolchain")
+
+
+@pytest.mark.parametrize(
+    ("arch", "sequences", "num_heads", "causal"),
+    [("gfx942", 90, 3, True), ("gfx90a", 7, 20, False), ("gfx950", 0, 2, True)],
+)
+def test_agrees_with_the_host(arch: str, sequences: int, num_heads: int, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(sequences)
+    lens_q = torch.randint(0, 300, (sequences,), generator=generator) * (
+        torch.rand(sequences, generator=generator) > 0.2
+    )
+    lens_k = torch.randint(0, 40, (sequences,), generator=generator) ** 2
+    bounds_q, bounds_k = cu_seqlens(lens_q.tolist(), start=3), cu_seqlens(lens_k.tolist(), start=1)
+    items = plan_items(bounds_q.tolist(), bounds_k.tolist(), num_heads, causal, *MLA, "hip")
+    capacity = len(items) + 5
+    got = plan_prefill(
+        code_object("plan", arch), bounds_q, bounds_k, num_heads=num_heads, causal=causal, capacity=capacity
+    )
+    assert got[1:6].tolist() == [len(items), capacity, sequences, num_heads, causal]
+    listed = got[HEADER_INTS:].reshape(capacity, 8)
+    assert [tuple(item) for item in listed[: len(items)].tolist()] == items
+    assert (listed[len(items) :] == 0).all()

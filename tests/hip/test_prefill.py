@@ -158,8 +158,10 @@ def test_offsets_beyond_32_bits(causal: bool) -> None:
 
 @pytest.mark.parametrize("scale", [30.0, 300.0])
 def test_large_logits(scale: float, dtype: torch.dtype) -> None:
-    """Of 1e3 to 1e4 and both signs."""
-    check(make_inputs(Case("large", (40,), (100,), 1, True), dtype, scale=scale))
+    """Of 1e3 to 1e4 and both signs; the second sequence has only one, far below 0."""
+    inputs = make_inputs(Case("large", (40, 1), (100, 1), 1, True), dtype, scale=scale)
+    inputs.k[-1] = -inputs.q[-1, :, :128]
+    check(inputs)
 
 
 @ARCH

@@ -1,0 +1,98 @@
+#include <string>
+
+#include "check.h"
+#include "hip/arguments.h"
+#include "hip/config.h"
+
+using mla_prefill::DType;
+using mla_prefill::PrefillParams;
+namespace hip = mla_prefill::hip;
+
+namespace {
+
+alignas(16) uint16_t g_memory[4096];  // its address is all that is looked at
+
+PrefillParams good() {
+  PrefillParams p;
+  p.q = {g_memory, 5 * 192, 192};
+  p.k = {g_memory, 5 * 256, 256};
+  p.k_pe = {g_memory, 576, 0};
+  p.v = {g_memory + 128, 5 * 256, 256};
+  p.out = {g_memory, 5 * 128, 128};
+  p.num_heads = 5;
+  p.total_q = 7;
+  p.total_k = 9;
+  p.dim_qk = 192;
+  p.dim_k = 128;
+  p.dim_v = 128;
+  p.scale = 0.1f;
+  return p;
+}
+
+// Whether the parameters are refused with a message that begins with the argument's name.
+bool refused(const PrefillParams& p, const std::string& argument) {
+  const std::string reason = hip::supports(p);
+  return reason.rfind(argument + ": expected ", 0) == 0 && reason.find(" (hip kernel), got ") != std::string::npos;
+}
+
+template <typename Change>
+PrefillParams with(Change change) {
+  PrefillParams p = good();
+  change(p);
+  return p;
+}
+
+void test_supports() {
+  CHECK(hip::supports(good()).empty());
+  CHECK(hip::supports(with([](auto& p) { p.dtype = DType::kFloat16; })).empty());
+  CHECK(refused(with([](auto& p) { p.dtype = DType::kFloat32; }), "q"));
+  CHECK(refused(with([](auto& p) { p.dtype = DType::kFloat8E4M3; }), "q"));
+  CHECK(refused(with([](auto& p) { p.dim_qk = 256; }), "head dims"));
+  CHECK(refused(with([](auto& p) { p.dim_k = 96; }), "head dims"));
+  CHECK(refused(with([](auto& p) { p.dim_v = 256; }), "head dims"));
+  CHECK(refused(with([](auto& p) { p.scale = 0.0f; }), "scale"));
+  CHECK(refused(with([](auto& p) { p.scale = -1.0f; }), "scale"));
+}
+
+void test_memory() {
+  CHECK(hip::supports(with([](auto& p) { p.q.data = g_memory + 2; })).empty());
+  CHECK(refused(with([](auto& p) { p.q.data = g_memory + 1; }), "q"));
+  CHECK(refused(with([](auto& p) { p.k.row_stride += 1; }), "k"));
+  CHECK(refused(with([](auto& p) { p.k_pe.row_stride += 1; }), "k_pe"));
+  CHECK(refused(with([](auto& p) { p.v.head_stride += 1; }), "v"));
+  CHECK(refused(with([](auto& p) { p.out.head_stride += 1; }), "out"));
+  CHECK(hip::supports(with([](auto& p) { p.k.row_stride = 0; })).empty());
+  CHECK(refused(with([](auto& p) { p.k.row_stride = 126; }), "k"));  // rows that overlap
+  CHECK(hip::supports(with([](auto& p) { p.v.row_stride = hip::kMaxRowStride; })).empty());
+  CHECK(refused(with([](auto& p) { p.v.row_stride = hip::kMaxRowStride + 2; }), "v"));
+  CHECK(hip::supports(with([](auto& p) { p.k.head_stride = (int64_t)1 << 40; })).empty());
+}
+
+// Strides that nothing steps over are free.
+void test_single_rows_and_heads() {
+  CHECK(hip::supports(with([](auto& p) { p.total_q = 1, p.q.row_stride = 7, p.out.row_stride = 3; })).empty());
+  CHECK(hip::supports(with([](auto& p) { p.num_heads = 1, p.k.head_stride = 33; })).empty());
+  CHECK(hip::normalised(with([](auto& p) { p.total_k = 1, p.v.row_stride = 7; })).v.row_stride == 128);
+}
+
+void test_keys_in_one_tensor() {
+  const PrefillParams joined = with([](auto& p) {
+    p.k = {g_memory, 5 * 192, 192};
+    p.k_pe = {};
+    p.dim_k = 192;
+  });
+  CHECK(hip::supports(joined).empty());
+  const PrefillParams p = hip::normalised(joined);
+  CHECK(p.k_pe.data == g_memory + 128 && p.k_pe.row_stride == 5 * 192 && p.k_pe.head_stride == 192);
+  CHECK(hip::normalised(good()).k_pe.data == g_memory && hip::normalised(good()).k_pe.head_stride == 0);
+}
+
+}  // namespace
+
+int main() {
+  test_supports();
+  test_memory();
+  test_single_rows_and_heads();
+  test_keys_in_one_tensor();
+  return report("hip");
+}

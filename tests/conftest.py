@@ -21,6 +21,8 @@ def why_no_cuda() -> str | None:
         return "no CUDA device"
     if not has_kernel("ragged_prefill", "cuda"):
         return "this build has no CUDA kernel"
+    if torch.version.hip:
+        return None
     major, minor = torch.cuda.get_device_capability()
     if major != 9:
         return f"the CUDA kernel is for compute capability 9.0, this device has {major}.{minor}"

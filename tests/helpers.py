@@ -255,7 +255,7 @@ def quantize(inputs: Inputs, per_head: bool = False) -> Inputs:
 
 
 def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
-    """What the CUDA kernel's message must begin with where it can't take the call: the first argument of this kind."""
+    """What the GPU kernel's message must begin with where it can't take the call: the first argument of this kind."""
     if inputs.q.device.type == "cpu":
         return None
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
@@ -266,11 +266,12 @@ def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
         return "head dims"
     if not inputs.scale > 0:
         return "scale"
+    alignment = 4 if torch.version.hip else 16
     for name, x in (("q", inputs.q), ("k", inputs.k), ("k_pe", inputs.k_pe), ("v", inputs.v), ("out", out)):
         if x is None:
             continue
         strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-        if x.data_ptr() % 16 or any(stride * x.itemsize % 16 for stride in strides):
+        if x.data_ptr() % alignment or any(stride * x.itemsize % alignment for stride in strides):
             return name
     return None
 
@@ -278,7 +279,7 @@ def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
 def assert_refused_by_kernel(argument: str, inputs: Inputs, out: Tensor, lse: Tensor, **options: object) -> str:
     """The message. Nothing may have been written, and the device must be well."""
     before = out.clone(), lse.clone()
-    with pytest.raises(RuntimeError, match=rf"^{argument}: expected .* \(sm90 kernel\), got ") as caught:
+    with pytest.raises(RuntimeError, match=rf"^{argument}: expected .* \((sm90|hip) kernel\), got ") as caught:
         mla_prefill.ragged_prefill(**inputs.kwargs(), out=out, lse=lse, **options)
     torch.cuda.synchronize()
     assert_same_bits(out, before[0])

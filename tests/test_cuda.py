@@ -40,6 +40,7 @@ State = tuple[torch.Tensor, torch.Tensor]
 MIXED = Case("mixed", (128, 1, 0, 64, 300, 7, 500, 33, 129, 40), (1100, 64, 9, 128, 300, 0, 500, 129, 127, 20), 5, True)
 LONG = Case("long", (600, 70), (2500, 4000), 4, True)
 SHORT = Case("short", tuple(1 + i * 7 % 65 for i in range(300)), tuple(i * 13 % 129 for i in range(300)), 3, True)
+BACKEND = "hip" if torch.version.hip else "sm90"
 BOTH_MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 CASES = pytest.mark.parametrize("case", [MIXED, replace(MIXED, causal=False, name="mixed_full"), LONG, SHORT], ids=str)
 LAYOUTS = ("dense", "head_major", "sliced", "padded_rows")
@@ -430,7 +431,7 @@ def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
 def assert_host_plans_the_same(q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool) -> None:
     binding = pytest.importorskip("mla_prefill._C")
     bounds = [cu_seqlens(lens, start=start) for lens, start in ((q_lens, 5), (kv_lens, 0))]
-    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend="sm90")
+    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend=BACKEND)
     expected = torch.tensor(host, dtype=torch.int32).reshape(-1, ITEM_INTS)
     plan = plan_prefill(
         *(int32(x.tolist(), "cuda") for x in bounds), num_heads=num_heads, causal=causal, max_tokens_q=sum(q_lens)

@@ -31,8 +31,8 @@ __device__ __forceinline__ float max_of(f32x16 x) {
 template <typename T>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
-  // Small weights in fp16 would be subnormal, of few bits on gfx942 and 0 on gfx90a: its weights are 2^8 times as large
-  // (2^16 at most, what the format holds).
+  // Small weights in fp16 would be subnormal, of few bits on gfx942 and 0 on gfx90a: they are 2^kLift times as large,
+  // so that the largest just fit the format.
   static constexpr float kLift = __is_same(T, __bf16) ? 0.0f : 7.5f;
   static_assert(__is_same(T, __bf16) || kLift + kSlack < 16.0f, "fp16 holds values below 2^16");
 

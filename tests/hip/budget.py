@@ -1,9 +1,10 @@
-"""Modelled issue cycles of the AMD kernel for 128 query rows on 1152 keys, one head, causal, bottom-right.
+"""Modelled issue cycles of the AMD kernel for 128 query rows on 1152 keys, one head, per wave.
 
     python tests/hip/budget.py
 
-Compiles the kernel, runs it in the emulator and counts what each wave executed. The budget is what AITER's hand-written
-gfx942 kernel for (128, 64, 128) spends on the same work in the same model.
+Compiles the kernel, runs it in the emulator and counts what its waves executed. The budget is what AITER's hand-written
+kernel for gfx942 spends on the same tile in the same model; the last column says how far ahead of their use keys and
+values are loaded, in MFMA instructions.
 """
 
 from __future__ import annotations
@@ -16,23 +17,26 @@ import torch
 from gfx9.issue_cycles import issue_cycles
 from kernels import ARCHITECTURES, code_object, plan_tensor, ragged_prefill
 
-AITER_CYCLES = {"mfma": 46_080, "valu": 25_764, "transcendental": 9_888}
+AITER_CYCLES = {"mfma": 46_080, "valu": 25_764, "transcendental": 9_888}  # gfx942
 TOLERANCE = 1.05
-ROWS, KEYS, TILE_KV, WAVES = 128, 1152, 32, 4
+ROWS, KEYS, WAVES = 128, 1152, 4
+KEY_TILES = KEYS // 32
+LOADS_PER_TILE = 7  # of a thread: 3 of K, 4 of V
 DTYPES = {"bfloat16": "prefill_bf16", "float16": "prefill_fp16"}
 
 
 @dataclass(frozen=True)
 class Report:
     cycles: dict[str, float]  # by class, mean of the four waves
-    load_distances: list[int]  # of each buffer load: MFMA instructions until the wait for it
-    tiles: int = KEYS // TILE_KV
-    loads_per_tile: int = 7  # 3 of K, 4 of V
-    full_waves: int = 1  # the last wave alone computes every tile; the diagonal ends earlier for the others
+    load_distances: list[int]  # MFMA instructions between each buffer load of a wave and the wait for it
+
+    @property
+    def typical_distance(self) -> int:
+        return sorted(self.load_distances)[len(self.load_distances) // 2]
 
 
 @functools.cache
-def measure(arch: str, dtype: str) -> Report:
+def measure(arch: str, dtype: str, causal: bool) -> Report:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -47,7 +51,7 @@ def measure(arch: str, dtype: str) -> Report:
         cu_seqlens_q=torch.tensor([0, ROWS], dtype=torch.int32),
         cu_seqlens_k=torch.tensor([0, KEYS], dtype=torch.int32),
         scale=192**-0.5,
-        causal=True,
+        causal=causal,
         plan=plan_tensor([(0, 0, ROWS, 0, KEYS, 0, 1, -1)]),
         out=random(ROWS, 1, 128),
         lse=torch.zeros(1, ROWS),
@@ -58,17 +62,23 @@ def measure(arch: str, dtype: str) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    print(f"{'':22}" + "".join(f"{kind:>22}" for kind in AITER_CYCLES))
-    print(f"{'budget (gfx942)':22}" + "".join(f"{cycles:>14,.0f}{'':8}" for cycles in AITER_CYCLES.values()))
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
+    def line(name: str, *columns: str) -> None:
+        print(f"{name:24}" + "".join(f"{column:>18}" for column in columns))
+
+    line("", *AITER_CYCLES, "loads ahead")
+    line("budget, gfx942", *(f"{cycles:,}" for cycles in AITER_CYCLES.values()), "")
     for arch in ARCHITECTURES:
         for dtype in DTYPES:
-            report = measure(arch, dtype)
-            columns = (
-                f"{cycles:>14,.0f} {cycles / AITER_CYCLES[kind]:>6.0%} " for kind, cycles in report.cycles.items()
-            )
-            print(f"{f'{arch} {dtype}':22}" + "".join(columns))
+            for causal in (True, False):
+                report = measure(arch, dtype, causal)
+                columns = [
+                    f"{cycles:,.0f}" + (f" ({cycles / AITER_CYCLES[kind]:.0%})" if arch == "gfx942" else "")
+                    for kind, cycles in report.cycles.items()
+                ]
+                mask = "causal" if causal else "full"
+                line(f"{arch} {dtype} {mask}", *columns, str(report.typical_distance))
 
 
 if __name__ == "__main__":

@@ -237,12 +237,11 @@ struct Block {
     const int32_t num_items = header.num_items, num_blocks = p.num_blocks;
     int32_t index = __builtin_amdgcn_workgroup_id_x();
     while (index < num_items) {
-      // The item after this one is drawn early, so that its latency hides behind the work.
-      int32_t drawn = 0;
-      if (thread == 0) drawn = atomic_add(&header.ticket[0], 1);
       const Item item = read_item(params(), index);
       for (int32_t i = 0; i < item.head_count; ++i) run_head(item, item.head_begin + i);
-      if (thread == 0) smem.next_item = drawn;
+      // Not drawn earlier: a long item would hold on to the next while other blocks run out of work. The compute unit's
+      // other block fills the wait.
+      if (thread == 0) smem.next_item = atomic_add(&header.ticket[0], 1);
       sync_block();
       index = num_blocks + uniform(smem.next_item);
       sync_block();

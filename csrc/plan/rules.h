@@ -11,12 +11,15 @@ namespace mla_prefill::plan {
 // No backend cuts query tiles smaller than this: it bounds the number of items.
 constexpr int32_t kMinTileQ = 64;
 
+// Nor key tiles smaller than this: it bounds the ranks.
+constexpr int32_t kMinTileKV = 32;
+
 // What a backend asks of the plan.
 struct Config {
   int32_t tile_q = 128;            // query rows of one item, at least kMinTileQ
   int32_t short_tile_q = 64;       // the same for short sequences: those of at most short_keys keys, which is 0 or more
   int32_t short_keys = -1;         // tiles of tile_kv, so that they are the end of the list; -1: none is short
-  int32_t tile_kv = 128;           // keys per step of the kernel's main loop
+  int32_t tile_kv = 128;           // keys per step of the kernel's main loop, at least kMinTileKV
   int32_t item_overhead = 2;       // cost of starting an item, in key tiles
   int32_t min_item_cost = 8;       // cheaper items take several heads until they cost this much, in key tiles
   int64_t group_bytes = 32 << 20;  // K and V of the heads that run side by side should fit this cache

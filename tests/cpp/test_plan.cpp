@@ -39,7 +39,9 @@ void test_rules() {
     CHECK(rank == last || rank == last + 1);
     last = rank;
   }
-  CHECK(plan::length_rank((int64_t)9 * INT32_MAX) < plan::kNumRanks);
+  plan::Config finest;
+  finest.tile_kv = plan::kMinTileKV;
+  CHECK(plan::sequence_rank(finest, false, 1, INT32_MAX) < plan::kNumRanks);
 }
 
 // Every (sequence, row, head) exactly once, with exactly the keys that its tile sees; longest first.

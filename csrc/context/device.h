@@ -1,4 +1,4 @@
-// gather_latent and merge_states on a GPU: one source for CUDA and HIP.
+// gather_latent and merge_states on a GPU: one source for nvcc and HIP's compilers. So far only the HIP build has it.
 #pragma once
 
 #include <initializer_list>

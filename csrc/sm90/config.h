@@ -16,7 +16,6 @@ constexpr int kHeadDimV = 128;
 // one by one, so that two of k_nope and one of k_pe make a key as well as three of one tensor.
 constexpr int kBoxColumns = 64;
 constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
-constexpr int kBoxesNope = kHeadDimNope / kBoxColumns;
 constexpr int kBoxesV = kHeadDimV / kBoxColumns;
 
 constexpr int kWarpgroupThreads = 128;

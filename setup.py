@@ -99,7 +99,7 @@ op_library = op_extension(
     [
         path
         for path in sources("csrc/ops/*.cpp", "csrc/plan/*.cpp", "csrc/context/*.cpp", "csrc/cpu/*.cpp")
-        if not path.endswith(("_cuda.cpp", "_hip.cpp"))
+        if path != "csrc/ops/gpu.cpp"
     ],
     extra_compile_args=compile_args,
 )
@@ -116,14 +116,18 @@ bindings = Extension(
 )
 
 extensions = [op_library, bindings]
+gpu_sources = [
+    *(f"csrc/ops/{name}.cpp" for name in ("arguments", "context", "gpu", "prefill")),
+    *sources("csrc/context/*.cu", "csrc/plan/*.cu"),
+]
 if "sm90" in backends:
     cpp_extension.CUDA_HOME = str(cuda)  # None with a CPU build of torch
     extensions.append(
         op_extension(
             "mla_prefill._cuda_ops",
             [
-                *("csrc/ops/arguments.cpp", "csrc/ops/prefill.cpp", "csrc/ops/prefill_cuda.cpp"),
-                *sources("csrc/plan/*.cu", "csrc/sm90/*.cpp", "csrc/sm90/*.cu"),
+                *gpu_sources,
+                *sources("csrc/sm90/*.cpp", "csrc/sm90/*.cu"),
             ],
             include_dirs=[str(cuda / "include")],
             library_dirs=[str(cuda / "lib64"), str(cuda / "lib")],
@@ -146,8 +150,8 @@ if "hip" in backends:
         op_extension(
             "mla_prefill._hip_ops",
             [
-                *("csrc/ops/arguments.cpp", "csrc/ops/context.cpp", "csrc/ops/prefill.cpp", "csrc/ops/ops_hip.cpp"),
-                *sources("csrc/context/*.cu", "csrc/plan/*.cu", "csrc/hip/*.cpp", "csrc/hip/*.hip"),
+                *gpu_sources,
+                *sources("csrc/hip/*.cpp", "csrc/hip/*.hip"),
             ],
             include_dirs=[str(rocm / "include")],
             extra_compile_args={"cxx": compile_args, "nvcc": ["-std=c++17", "-O3", "-fvisibility=hidden"]},  # hipcc's

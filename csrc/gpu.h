@@ -1,4 +1,4 @@
-// What the sources shared by CUDA and HIP need of either: the runtime under CUDA's names, and warps of 32 lanes.
+// What the kernels shared by CUDA and HIP need of either: the runtime under CUDA's names, and warps of 32 lanes.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,6 @@ using cudaError_t = hipError_t;
 using cudaStream_t = hipStream_t;
 constexpr cudaError_t cudaSuccess = hipSuccess;
 inline cudaError_t cudaGetLastError() { return hipGetLastError(); }
-inline const char* cudaGetErrorString(cudaError_t status) { return hipGetErrorString(status); }
-inline cudaError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
-inline cudaError_t cudaSetDevice(int device) { return hipSetDevice(device); }
-
-using cudaDeviceAttr = hipDeviceAttribute_t;
-constexpr cudaDeviceAttr cudaDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount;
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  return hipDeviceGetAttribute(value, attribute, device);
-}
 
 #else
 

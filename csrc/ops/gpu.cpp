@@ -1,5 +1,5 @@
-// The ops on GPUs, one source for CUDA and ROCm: torch has one dispatch key for both. Each build is a library of its own,
-// loaded only where torch has CUDA or ROCm.
+// The ops on GPUs, one source for CUDA and ROCm: torch has one dispatch key for both. Each build is a library of its
+// own, loaded only where torch has CUDA or ROCm.
 #include "gpu.h"
 
 #include <array>
@@ -11,6 +11,17 @@
 #include "plan/device.h"
 #if defined(__HIP_PLATFORM_AMD__)
 #include "hip/hip.h"
+
+inline const char* cudaGetErrorString(cudaError_t status) { return hipGetErrorString(status); }
+inline cudaError_t cudaGetDevice(int* device) { return hipGetDevice(device); }
+inline cudaError_t cudaSetDevice(int device) { return hipSetDevice(device); }
+
+using cudaDeviceAttr = hipDeviceAttribute_t;
+constexpr cudaDeviceAttr cudaDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  return hipDeviceGetAttribute(value, attribute, device);
+}
+
 #else
 #include "sm90/sm90.h"
 #endif

@@ -96,6 +96,7 @@ struct alignas(1024) SharedStorage {
   };
   Channels<LongTile> long_channels;
   Channels<ShortTile> short_channels[ShortTile::kTeams];
+  uint64_t long_items_done;
   int32_t has_short_items;
 };
 

@@ -251,7 +251,7 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
 
 // ---- Consumer -------------------------------------------------------------------------------------------------------
 
-enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2, kLongItemsDone = 3 };  // 0 is __syncthreads
+enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
 
 template <typename T, typename Config>
 struct Consumer {
@@ -454,8 +454,11 @@ __device__ __forceinline__ void init_channels(Channels<Config>& channels) {
 }
 
 // The long items' tensors and the short ones' share their memory: both teams' producers and all consumers meet between.
-__device__ __forceinline__ void meet_after_long_items() {
-  named_barrier_sync(kLongItemsDone, kConsumers * kWarpgroupThreads + ShortTile::kTeams * 32);
+constexpr int kThreadsThatMeet = kConsumers * kWarpgroupThreads + ShortTile::kTeams * 32;
+
+__device__ __forceinline__ void meet_after_long_items(uint64_t& barrier) {
+  barrier_arrive(smem_address(&barrier));
+  barrier_wait(smem_address(&barrier), 0);
 }
 
 template <typename T>
@@ -467,6 +470,7 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
   if (threadIdx.x == 0) {
     init_channels(smem.long_channels);
     for (auto& channels : smem.short_channels) init_channels(channels);
+    barrier_init(smem_address(&smem.long_items_done), kThreadsThatMeet);
     barrier_init_fence();
   }
   __syncthreads();
@@ -482,7 +486,7 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
           .run();
     }
     if (warp < ShortTile::kTeams) {
-      meet_after_long_items();
+      meet_after_long_items(smem.long_items_done);
       if (smem.has_short_items) {
         Producer<T, ShortTile>{params, params.short_keys, share_of_short(header, warp), smem.short_tensors[warp],
                                smem.short_channels[warp]}
@@ -495,7 +499,7 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
     claim_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
     Consumer<T, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
-    meet_after_long_items();
+    meet_after_long_items(smem.long_items_done);
     if (smem.has_short_items) {
       Consumer<T, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
     }

@@ -101,7 +101,7 @@ std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std
                                  (dim_nope + dim_rope + dim_v) * kElementBytes};
   std::vector<Item> items;
   for (const plan::WorkItem& i : plan::make_items(config_of(backend), problem)) {
-    items.emplace_back(i.seq, i.q_begin, i.q_rows, i.kv_begin, i.kv_end, i.head_begin, i.head_count, i.split_slot);
+    items.emplace_back(i.seq, i.q_begin, i.q_rows, i.kv_begin, i.kv_end, i.head_begin, i.head_count, i.num_splits);
   }
   return items;
 }
@@ -118,7 +118,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("plan_items", &plan_items, py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("num_heads"),
         py::arg("causal"), py::arg("dim_nope"), py::arg("dim_rope"), py::arg("dim_v"), py::arg("backend") = "cpu",
         "A backend's work list for bfloat16: tuples (seq, q_begin, q_rows, kv_begin, kv_end, head_begin, "
-        "head_count, split_slot) in the order in which they start.");
+        "head_count, num_splits) in the order in which they start.");
   m.def("item_cost", &item_cost, py::arg("keys"), py::arg("backend") = "cpu",
         "Modelled time of one head of an item that reads `keys` keys, in key tiles.");
 }

@@ -27,10 +27,10 @@ namespace mla_prefill {
 // The value of the lane `step` below; a lane without one keeps its own.
 __device__ __forceinline__ int32_t shuffle_up(int32_t value, int step) { return __shfl_up(value, step, 32); }
 
-// The lanes of the warp whose value is the same, as bits. All lanes call it; values are in [-128, 128).
+// The lanes of the warp whose value is the same, as bits. All lanes call it; values are in [-256, 256).
 __device__ __forceinline__ uint32_t lanes_alike(int32_t value) {
   uint64_t alike = ~(uint64_t)0;
-  for (int bit = 0; bit < 8; ++bit) {
+  for (int bit = 0; bit < 9; ++bit) {
     const bool set = value >> bit & 1;
     const uint64_t lanes = __ballot(set);
     alike &= set ? lanes : ~lanes;

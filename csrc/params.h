@@ -69,6 +69,7 @@ struct PrefillParams {
   DType dtype = DType::kBFloat16;      // of q, k, k_pe, v
   DType out_dtype = DType::kBFloat16;  // dtype, but bfloat16 for float8 inputs
   Descale q_descale, k_descale, v_descale;
+  void* scratch = nullptr;  // device memory of the size that the backend asks for
 };
 
 // merge_states: out = (w_a out_a + w_b out_b) / (w_a + w_b) with w = exp(lse), lse = ln(w_a + w_b).

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -42,7 +43,20 @@ LONG = Case("long", (600, 70), (2500, 4000), 4, True)
 SHORT = Case("short", tuple(1 + i * 7 % 65 for i in range(300)), tuple(i * 13 % 129 for i in range(300)), 3, True)
 BACKEND = "hip" if torch.version.hip else "sm90"
 BOTH_MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-CASES = pytest.mark.parametrize("case", [MIXED, replace(MIXED, causal=False, name="mixed_full"), LONG, SHORT], ids=str)
+# Few queries on long contexts: 2, 1, 8, 16, 1 and 4 pieces.
+SPLIT = Case("split", (100, 0, 300, 1, 40, 130), (5000, 700, 17000, 40000, 100, 9001), 3, True)
+CASES = pytest.mark.parametrize(
+    "case",
+    [
+        MIXED,
+        replace(MIXED, causal=False, name="mixed_full"),
+        LONG,
+        SHORT,
+        SPLIT,
+        replace(SPLIT, causal=False, name="split_full"),
+    ],
+    ids=str,
+)
 LAYOUTS = ("dense", "head_major", "sliced", "padded_rows")
 
 SLEEP = 300_000_000  # clock cycles for torch.cuda._sleep: longer than any of these tests takes to enqueue its work
@@ -411,7 +425,7 @@ def test_a_pass_without_keys(causal: bool, dtype: torch.dtype, device: str) -> N
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
-HEADER_INTS, ITEM_INTS, SHORT_KEYS = 16, 8, 128
+HEADER_INTS, ITEMS_BEGIN, ITEM_INTS, SHORT_KEYS = 24, 2072, 8, 128
 
 
 def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
@@ -438,10 +452,15 @@ def assert_host_plans_the_same(q_lens: Sequence[int], kv_lens: Sequence[int], nu
     )
     got = plan.tensor.cpu()
     assert int(got[1]) == len(expected) <= plan.capacity
-    assert torch.equal(got[HEADER_INTS:].view(-1, ITEM_INTS)[: len(expected)], expected)
-    version, _, capacity, batch, heads, mask, tile_q, tile_kv, first_short, *counters = got[:HEADER_INTS].tolist()
+    assert torch.equal(got[ITEMS_BEGIN:].view(-1, ITEM_INTS)[: len(expected)], expected)
+    version, _, capacity, batch, heads, mask, tile_q, tile_kv, first_short, *rest = got[:HEADER_INTS].tolist()
+    split_end, counters = rest[:4], rest[4:]
     assert (capacity, batch, heads, bool(mask)) == (plan.capacity, len(q_lens), num_heads, causal)
     assert version >= 1 and (tile_q, tile_kv) == (128, 128) and not any(counters)
+    assert not got[HEADER_INTS:ITEMS_BEGIN].any()
+    splits = expected[:, 7].tolist()
+    assert splits == sorted(splits, reverse=True)
+    assert split_end == [sum(split >= pieces for split in splits) for pieces in (16, 8, 4, 2)]
     short = torch.tensor([*kv_lens, 0])[expected[:, 0].long()] <= SHORT_KEYS
     assert not short[:first_short].any() and short[first_short:].all()
 
@@ -501,6 +520,40 @@ def test_one_plan_serves_many_layers(case: Case, dtype: torch.dtype, device: str
     for index, result in enumerate(results):
         assert_same(result, expected[index % len(layers)])
     assert torch.equal(plan.tensor, before)
+
+
+# ---- keys in pieces --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(BACKEND != "sm90", reason="this kernel cuts no keys into pieces")
+def test_more_pieces_than_slots(dtype: torch.dtype, device: str) -> None:
+    """Slots for partial results are used again and again; accumulated on itself twice, the state is still right."""
+    case = Case("rounds", (8,) * 40, (8300,) * 40, 8, False)
+    inputs = make_inputs(case, dtype, device)
+    plan = plan_of(inputs)
+    assert sum(item.num_splits for item in plan.items()) == 40 * 8 * 4
+    expected = run(inputs)
+    for index in (0, 17, 39):
+        rows, _ = inputs.bounds()[index]
+        alone = inputs.sequence(index)
+        assert_matches_oracle(alone, *run(alone))
+        assert_same(run(alone), (expected[0][rows], expected[1][:, rows]))
+    for _ in range(20):
+        assert_same(attend(inputs, plan=plan), expected)
+    out, lse = (x.clone() for x in expected)
+    attend(inputs, plan=plan, out=out, lse=lse, accumulate=True)
+    torch.testing.assert_close(out, expected[0], atol=0, rtol=2**-7)
+    torch.testing.assert_close(lse, expected[1] + math.log(2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.skipif(BACKEND != "sm90", reason="this kernel cuts no keys into pieces")
+def test_pieces_whose_keys_are_far_below_the_others(dtype: torch.dtype, device: str) -> None:
+    """The largest logit of each row lies in one piece, which then decides alone."""
+    for place in (0, 4999, 16_000):
+        inputs = make_inputs(Case("peak", (20,), (17_000,), 2, False), dtype, device)
+        inputs.k.mul_(0.1)
+        inputs.k[place] *= 1000
+        assert_matches_oracle(inputs, *run(inputs))
 
 
 # ---- streams, devices, graphs ----------------------------------------------------------------------------------------
@@ -815,6 +868,7 @@ def test_a_plan_for_another_layer_is_refused(changes: dict[str, object], device:
         Case("short", (1, 64, 65, 0, 3), (128, 64, 65, 7, 0), 3, True),
         Case("long", (1, 129, 130), (129, 257, 600), 2, True),
         Case("full", (33, 5, 128), (300, 0, 40), 2, False),
+        Case("split", (3, 70, 5), (4200, 9000, 20), 2, False),
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import mla_prefill
 from mla_prefill import PrefillPlan, plan_prefill
 from mla_prefill.plan import WorkItem
 
-HEADER_INTS, ITEM_INTS = 16, 8
+HEADER_INTS, ITEMS_BEGIN, ITEM_INTS = 24, 2072, 8
 UNEVEN = Case("uneven", (300, 1, 0, 64, 5, 700, 129), (300, 4000, 50, 0, 2, 700, 131), 5, True)
 
 
@@ -63,7 +63,6 @@ def test_every_row_of_every_head_exactly_once(case: Case, device: str) -> None:
         visible = min(max(q_begin + q_rows + len_k - len_q, 0), len_k) if case.causal else len_k
         bounds = [0, *(item.kv_end for item in items)]
         assert [item.kv_begin for item in items] == bounds[:-1] and bounds[-1] == visible
-        assert all((item.split_slot == -1) == (len(items) == 1) for item in items)
     for counts in covered:
         assert (counts == 1).all()
 
@@ -74,7 +73,7 @@ def test_header(case: Case, device: str) -> None:
     header = plan.tensor[:HEADER_INTS].tolist()
     version, num_items, capacity, batch, num_heads, causal, tile_q, tile_kv = header[:8]
     assert plan.tensor.dtype == torch.int32 and plan.tensor.dim() == 1 and str(plan.tensor.device).startswith(device)
-    assert plan.tensor.numel() == HEADER_INTS + ITEM_INTS * capacity
+    assert plan.tensor.numel() == ITEMS_BEGIN + ITEM_INTS * capacity
     assert version >= 1 and tile_q > 0 and tile_kv > 0
     assert (batch, num_heads, bool(causal)) == (len(case.q_lens), case.num_heads, case.causal)
     assert num_items == plan.num_items == len(plan.items()) <= capacity == plan.capacity
@@ -88,11 +87,14 @@ def test_longest_first(case: Case, device: str) -> None:
     plan = plan_of(case, device)
     items = plan.items()
     tile_q, tile_kv = plan.tensor[6:8].tolist()
+    splits = {item.seq: item.num_splits for item in items}
 
     def work(seq: int) -> int:
         len_q, len_k = case.q_lens[seq], case.kv_lens[seq]
         if device == "cuda" and len_k <= tile_kv:
             return 0  # short ones are the end of the list
+        if splits[seq] > 1:
+            return 2**31 * splits[seq]  # and split ones its beginning
         first = min(max(min(tile_q, len_q) + len_k - len_q, 0), len_k) if case.causal else len_k
         return 8 * -(-first // tile_kv) + -(-len_k // tile_kv)
 
@@ -102,10 +104,9 @@ def test_longest_first(case: Case, device: str) -> None:
         assert most_behind <= 1.25 * work(seq)
     last_keys: dict[tuple[int, int], int] = {}
     for item in items:
-        if item.split_slot == -1:
-            key = (item.seq, item.head_begin)
-            assert item.kv_end <= last_keys.get(key, item.kv_end)
-            last_keys[key] = item.kv_end
+        key = (item.seq, item.head_begin)
+        assert item.kv_end <= last_keys.get(key, item.kv_end)
+        last_keys[key] = item.kv_end
 
 
 def test_sequences_of_one_length_stay_in_memory_order(device: str) -> None:
@@ -270,7 +271,7 @@ def test_a_corrupt_item_is_refused() -> None:
         (6, 2**31 - 1),
     ):
         plan = plan_of(UNEVEN)
-        plan.tensor[HEADER_INTS + field] = value
+        plan.tensor[ITEMS_BEGIN + field] = value
         with pytest.raises(RuntimeError, match="plan: expected"):
             run(inputs, plan=plan)
 

@@ -143,7 +143,7 @@ struct Block {
   __device__ __forceinline__ static const KernelParams& params() { return reload_arguments<KernelParams>(); }
 
   __device__ __forceinline__ static Item read_item(const KernelParams& p, int32_t index) {
-    const plan::WorkItem& item = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kHeaderInts)[index];
+    const plan::WorkItem& item = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kItemsBegin)[index];
     const int32_t *cu_q = p.problem.cu_seqlens_q + item.seq, *cu_k = p.problem.cu_seqlens_k + item.seq;
     const int32_t len_q = cu_q[1] - cu_q[0], len_k = cu_k[1] - cu_k[0];
     const int32_t last_key = p.problem.causal ? item.q_begin + len_k - len_q : INT32_MAX / 2;

@@ -96,7 +96,7 @@ Tensor make_plan(const Tensor& like, const plan::Problem& problem, int64_t max_t
   MLA_EXPECT(capacity <= std::numeric_limits<int32_t>::max(), "max_tokens_q", "a plan of at most 2^31 - 1 items",
              capacity);
   const Tensor buffer =
-      torch::stable::new_empty(like, {plan::kHeaderInts + plan::kItemInts * capacity}, ScalarType::Int);
+      torch::stable::new_empty(like, {plan::kItemsBegin + plan::kItemInts * capacity}, ScalarType::Int);
   const Tensor scratch = torch::stable::new_empty(like, {plan::scratch_ints(problem.batch)}, ScalarType::Int);
   expect_success(
       plan::write_on_device(backend::plan_config(), problem, static_cast<int32_t*>(buffer.mutable_data_ptr()), capacity,
@@ -114,16 +114,21 @@ Tensor plan_prefill_gpu(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, 
 }
 
 void run_on_gpu(const PrefillArguments& args) {
-  const PrefillParams params = check_prefill(args);
+  PrefillParams params = check_prefill(args);
   expect_supported_device(args.q);
   if (const std::string reason = backend::supports(params); !reason.empty()) fail(reason);
   if (args.plan) {
-    MLA_EXPECT(args.plan->numel() >= plan::kHeaderInts, "plan", text("at least ", plan::kHeaderInts, " entries"),
+    MLA_EXPECT(args.plan->numel() >= plan::kItemsBegin, "plan", text("at least ", plan::kItemsBegin, " entries"),
                args.plan->numel());
   }
   if (params.total_q == 0 || params.batch == 0) return;
   const Device device(args.q);
   const Tensor plan = args.plan ? *args.plan : make_plan(args.cu_seqlens_q, problem_of(params), params.total_q, device);
+  std::optional<Tensor> scratch;
+  if (const int64_t bytes = backend::scratch_bytes(params); bytes > 0) {
+    scratch = torch::stable::new_empty(args.q, {bytes}, ScalarType::Byte);
+    params.scratch = scratch->mutable_data_ptr();
+  }
   const std::string reason = backend::run(params, static_cast<int32_t*>(plan.mutable_data_ptr()),
                                           device.num_multiprocessors(), device.stream());
   if (!reason.empty()) fail(reason);

@@ -16,7 +16,7 @@ Tensor plan_prefill_cpu(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, 
   expect_cu_seqlens_values("cu_seqlens_k", problem.cu_seqlens_k, batch, kAnyRows, "k");
 
   const int64_t capacity = plan::max_items(max_tokens_q, batch, num_heads);
-  Tensor buffer = torch::stable::empty({plan::kHeaderInts + plan::kItemInts * capacity}, ScalarType::Int);
+  Tensor buffer = torch::stable::empty({plan::kItemsBegin + plan::kItemInts * capacity}, ScalarType::Int);
   const std::string reason =
       plan::write(cpu::plan_config(), problem, static_cast<int32_t*>(buffer.mutable_data_ptr()), capacity);
   if (!reason.empty()) fail(reason);

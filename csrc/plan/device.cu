@@ -26,7 +26,7 @@ __device__ Lengths lengths_of(const Problem& p, int32_t seq) {
 __device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) {
   if (seq >= p.batch) return -1;
   const Lengths len = lengths_of(p, seq);
-  return len.q > 0 ? sequence_rank(config, p.causal, len.q, len.k) : -1;
+  return len.q > 0 ? sequence_rank(config, p.num_heads, p.causal, len.q, len.k) : -1;
 }
 
 // Inclusive sum over the CTA; `total` gets the sum of all threads.
@@ -74,7 +74,7 @@ __device__ int32_t sort_sequences(const Config& config, const Problem& p, const 
   __syncthreads();
 
   for (int32_t base = 0; base < p.batch; base += kThreads) {
-    for (int i = threadIdx.x; i < kWarps * kNumRanks; i += kThreads) in_warp[i / kNumRanks][i % kNumRanks] = 0;
+    for (int i = threadIdx.x; i < kWarps * kNumRanks; i += kThreads) in_warp[0][i] = 0;
     __syncthreads();
     const int32_t seq = base + threadIdx.x;
     const int32_t rank = rank_of(config, p, seq);
@@ -100,14 +100,15 @@ __device__ int32_t sort_sequences(const Config& config, const Problem& p, const 
 
 __device__ SequenceWork work_of(const Config& config, const Problem& p, int32_t seq) {
   const Lengths len = lengths_of(p, seq);
-  return sequence_work(config, p.num_heads, p.bytes_per_key, len.q, len.k);
+  return sequence_work(config, p.num_heads, p.causal, p.bytes_per_key, len.q, len.k);
 }
 
 __global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p, int32_t* buffer, int32_t capacity,
                                                         Scratch scratch) {
   __shared__ int32_t warp_sums[kWarps];
-  __shared__ int32_t first_short;
+  __shared__ int32_t first_short, split_end[kNumSplitClasses];
   if (threadIdx.x == 0) first_short = INT32_MAX;
+  if (threadIdx.x < kNumSplitClasses) split_end[threadIdx.x] = 0;
   const int32_t num_sequences = sort_sequences(config, p, scratch);
   __syncthreads();
 
@@ -121,6 +122,7 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p
     if (i < num_sequences) {
       scratch.first_item[i] = end - work.num_items;
       if (is_short(config, work.len_k)) atomicMin(&first_short, end - work.num_items);
+      if (work.num_splits > 1) atomicMax(&split_end[kNumSplitClasses - log2_floor(work.num_splits)], end);
     }
     num_items += added;
   }
@@ -138,10 +140,17 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p
     header.tile_q = config.tile_q;
     header.tile_kv = config.tile_kv;
     header.first_short = min(first_short, listed);
+    for (int i = 0, before = 0; i < kNumSplitClasses; ++i) {
+      before = max(before, min(split_end[i], listed));
+      header.split_end[i] = before;
+    }
     *reinterpret_cast<Header*>(buffer) = header;
   }
 
-  WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kHeaderInts);
+  for (int32_t i = blockIdx.x * kThreads + threadIdx.x; i < kItemsBegin - kHeaderInts; i += kCtas * kThreads) {
+    buffer[kHeaderInts + i] = 0;
+  }
+  WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kItemsBegin);
   for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += kCtas * kThreads) {
     items[index] = {};  // so that equal lengths give equal plans
   }

@@ -12,7 +12,8 @@ int32_t length(const int32_t* cu_seqlens, int32_t seq) { return cu_seqlens[seq +
 // Sequences that have query rows, longest first: a stable counting sort by rank.
 std::vector<int32_t> order_sequences(const Config& config, const Problem& problem) {
   const auto rank_of = [&](int32_t seq) {
-    return sequence_rank(config, problem.causal, length(problem.cu_seqlens_q, seq), length(problem.cu_seqlens_k, seq));
+    return sequence_rank(config, problem.num_heads, problem.causal, length(problem.cu_seqlens_q, seq),
+                         length(problem.cu_seqlens_k, seq));
   };
   int32_t begin[kNumRanks] = {};  // first, sequences per rank; then, where the rank's next sequence goes
   int32_t num_sequences = 0;
@@ -38,7 +39,7 @@ std::vector<int32_t> order_sequences(const Config& config, const Problem& proble
 std::vector<WorkItem> make_items(const Config& config, const Problem& problem) {
   std::vector<WorkItem> items;
   for (const int32_t seq : order_sequences(config, problem)) {
-    const SequenceWork work = sequence_work(config, problem.num_heads, problem.bytes_per_key,
+    const SequenceWork work = sequence_work(config, problem.num_heads, problem.causal, problem.bytes_per_key,
                                             length(problem.cu_seqlens_q, seq), length(problem.cu_seqlens_k, seq));
     for (int32_t i = 0; i < work.num_items; ++i) items.push_back(item_of_sequence(work, problem.causal, seq, i));
   }
@@ -70,11 +71,18 @@ std::string write(const Config& config, const Problem& problem, int32_t* buffer,
                                                 return is_short(config, length(problem.cu_seqlens_k, item.seq));
                                               }) -
                                  items.begin());
+  for (int32_t i = 0; i < kNumSplitClasses; ++i) {
+    header.split_end[i] =
+        (int32_t)(std::find_if(items.begin(), items.end(),
+                               [&](const WorkItem& item) { return item.num_splits < 1 << (kNumSplitClasses - i); }) -
+                  items.begin());
+  }
   std::memcpy(buffer, &header, sizeof header);
   // The unused rest is zeroed, so that equal lengths give equal plans.
+  std::fill(buffer + kHeaderInts, buffer + kItemsBegin, 0);
   int32_t* end =
-      std::copy_n(reinterpret_cast<const int32_t*>(items.data()), items.size() * kItemInts, buffer + kHeaderInts);
-  std::fill(end, buffer + kHeaderInts + kItemInts * capacity, 0);
+      std::copy_n(reinterpret_cast<const int32_t*>(items.data()), items.size() * kItemInts, buffer + kItemsBegin);
+  std::fill(end, buffer + kItemsBegin + kItemInts * capacity, 0);
   return "";
 }
 
@@ -82,7 +90,7 @@ std::string check(const Config& config, const Problem& problem, const int32_t* b
   const auto differs = [](const char* what, int64_t expected, int64_t got) {
     return std::string("plan: expected ") + what + " " + std::to_string(expected) + ", got " + std::to_string(got);
   };
-  if (size < kHeaderInts) return differs("at least this many entries:", kHeaderInts, size);
+  if (size < kItemsBegin) return differs("at least this many entries:", kItemsBegin, size);
   Header header;
   std::memcpy(&header, buffer, sizeof header);
   if (header.version != kVersion) return differs("version", kVersion, header.version);
@@ -90,7 +98,7 @@ std::string check(const Config& config, const Problem& problem, const int32_t* b
   if (header.num_heads != problem.num_heads) return differs("num_heads", problem.num_heads, header.num_heads);
   if (header.causal != problem.causal) return differs("causal", problem.causal, header.causal);
   if (header.tile_q != config.tile_q) return differs("query tiles of", config.tile_q, header.tile_q);
-  const int64_t room = (size - kHeaderInts) / kItemInts;
+  const int64_t room = (size - kItemsBegin) / kItemInts;
   if (header.num_items < 0 || header.num_items > room)
     return differs("at most this many items:", room, header.num_items);
 

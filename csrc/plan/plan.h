@@ -1,4 +1,5 @@
-// The work plan of ragged_prefill: one int32 buffer, a header and then the items in the order in which they start.
+// The work plan of ragged_prefill: one int32 buffer, a header, room for CTAs to meet, and then the items in the order
+// in which they start.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +19,25 @@ struct Header {
   int32_t causal;
   int32_t tile_q;
   int32_t tile_kv;
-  int32_t first_short;  // items of short sequences are [first_short, num_items)
+  int32_t first_short;                  // items of short sequences are [first_short, num_items)
+  int32_t split_end[kNumSplitClasses];  // see piece_of_ticket
   int32_t ticket[2];    // of a kernel's launch over the long and the short items: how many it has taken,
   int32_t finished[2];  // and how many of its CTAs are done; 0 between launches
-  int32_t reserved[3];
+  int32_t reserved[7];
 };
 
-constexpr int32_t kVersion = 1;
+constexpr int32_t kVersion = 2;
 constexpr int64_t kHeaderInts = sizeof(Header) / sizeof(int32_t);
 constexpr int64_t kItemInts = sizeof(WorkItem) / sizeof(int32_t);
-static_assert(kHeaderInts == 16 && kItemInts == 8, "the plan's layout is part of the ops' contract");
+
+// Behind the header: int32 [kSplitSlots][kWarpsThatMeet], where the warps of CTAs that share an item meet; 0 between
+// launches. A slot is for a piece whose result waits for the others'.
+constexpr int32_t kSplitSlots = 256;  // more than a GPU has in flight
+constexpr int32_t kWarpsThatMeet = 8;
+static_assert(kSplitSlots % kMaxSplits == 0, "the pieces of an item have slots in a row");
+
+constexpr int64_t kItemsBegin = kHeaderInts + kSplitSlots * kWarpsThatMeet;
+static_assert(kHeaderInts == 24 && kItemsBegin == 2072 && kItemInts == 8, "the layout is part of the ops' contract");
 
 struct Problem {
   const int32_t* cu_seqlens_q = nullptr;  // [batch + 1]
@@ -41,13 +51,13 @@ struct Problem {
 // The work list, longest first. Linear in the number of sequences plus items.
 std::vector<WorkItem> make_items(const Config& config, const Problem& problem);
 
-// Writes header and items into a buffer of kHeaderInts + kItemInts * capacity ints.
+// Writes header and items into a buffer of kItemsBegin + kItemInts * capacity ints.
 // Returns an empty string, or why it can't.
 std::string write(const Config& config, const Problem& problem, int32_t* buffer, int64_t capacity);
 
 // Empty if the buffer of `size` ints is a plan for exactly this problem, otherwise what differs.
 std::string check(const Config& config, const Problem& problem, const int32_t* buffer, int64_t size);
 
-inline const WorkItem* items(const int32_t* buffer) { return reinterpret_cast<const WorkItem*>(buffer + kHeaderInts); }
+inline const WorkItem* items(const int32_t* buffer) { return reinterpret_cast<const WorkItem*>(buffer + kItemsBegin); }
 
 }  // namespace mla_prefill::plan

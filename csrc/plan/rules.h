@@ -23,6 +23,9 @@ struct Config {
   int32_t item_overhead = 2;       // cost of starting an item, in key tiles
   int32_t min_item_cost = 8;       // cheaper items take several heads until they cost this much, in key tiles
   int64_t group_bytes = 32 << 20;  // K and V of the heads that run side by side should fit this cache
+  int32_t max_splits = 1;          // pieces that an item's keys are cut into at most; see num_splits
+  int32_t split_items = 0;         // sequences of fewer items are split, into up to this many pieces
+  int32_t min_split_keys = 0;      // keys of a piece at least, several times tile_kv
 };
 
 MLA_HOST_DEVICE bool is_short(const Config& config, int32_t len_k) { return len_k <= config.short_keys; }
@@ -37,9 +40,34 @@ MLA_HOST_DEVICE int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t n
   return (max_tokens_q / kMinTileQ + (batch < max_tokens_q ? batch : max_tokens_q)) * num_heads;
 }
 
+MLA_HOST_DEVICE int32_t log2_floor(int64_t x) {  // of x >= 1
+  int32_t result = 0;
+  while (x >> result >= 2) ++result;
+  return result;
+}
+
 // Keys [0, result) are seen by at least one of the query rows [0, row_end) of a sequence; bottom-right causal.
 MLA_HOST_DEVICE int32_t visible_keys(bool causal, int32_t len_q, int32_t len_k, int32_t row_end) {
   return causal ? (int32_t)clamp((int64_t)row_end + len_k - len_q, 0, len_k) : len_k;
+}
+
+// Numbers of pieces are powers of two up to this one.
+constexpr int32_t kMaxSplits = 16;
+constexpr int32_t kNumSplitClasses = 4;  // 16, 8, 4 and 2 pieces
+static_assert(kMaxSplits == 1 << kNumSplitClasses, "a class for each number of pieces above 1");
+
+// Few queries on a long context leave a GPU idle: the keys of each of the sequence's items are cut into this many
+// pieces, for as many CTAs, which combine their results. It follows from the sequence alone, so that a result does not
+// depend on the rest of the batch.
+MLA_HOST_DEVICE int32_t num_splits(const Config& config, int32_t num_heads, bool causal, int32_t len_q, int32_t len_k) {
+  const int64_t items = ceil_div(len_q, config.tile_q) * num_heads;
+  const int64_t keys = visible_keys(causal, len_q, len_k, len_q < config.tile_q ? len_q : config.tile_q);
+  int32_t splits = 1;
+  while (2 * splits <= config.max_splits && 2 * splits * items <= config.split_items &&
+         2 * splits * (int64_t)config.min_split_keys <= keys) {
+    splits *= 2;
+  }
+  return splits;
 }
 
 // Modelled time of one head of an item, in key tiles.
@@ -60,7 +88,7 @@ MLA_HOST_DEVICE int32_t heads_per_group(const Config& config, int32_t num_heads,
 
 // Query rows [q_begin, q_begin + q_rows) of sequence `seq` against its keys [kv_begin, kv_end), for heads
 // [head_begin, head_begin + head_count). Rows and keys count from the sequence's start. An item without keys
-// writes the empty result. split_slot is -1 where one item sees all the keys of its rows.
+// writes the empty result. num_splits above 1: its keys may be cut into this many pieces, and it has one head.
 struct WorkItem {
   int32_t seq;
   int32_t q_begin;
@@ -69,7 +97,7 @@ struct WorkItem {
   int32_t kv_end;
   int32_t head_begin;
   int32_t head_count;
-  int32_t split_slot;
+  int32_t num_splits;
 };
 
 // The items of one sequence, in order: heads in groups that share the cache; in a group the query tile with the most
@@ -82,9 +110,10 @@ struct SequenceWork {
   int32_t step;             // heads of an item
   int32_t items_per_group;  // of a whole group
   int32_t num_items;
+  int32_t num_splits;
 };
 
-MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_heads, int64_t bytes_per_key,
+MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_heads, bool causal, int64_t bytes_per_key,
                                            int32_t len_q, int32_t len_k) {
   SequenceWork work;
   work.len_q = len_q;
@@ -98,6 +127,7 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   const int32_t last_group = num_heads % work.group;
   work.num_items =
       num_heads / work.group * work.items_per_group + work.num_tiles * (int32_t)ceil_div(last_group, work.step);
+  work.num_splits = num_splits(config, num_heads, causal, len_q, len_k);
   return work;
 }
 
@@ -117,29 +147,70 @@ MLA_HOST_DEVICE WorkItem item_of_sequence(const SequenceWork& work, bool causal,
   item.kv_end = visible_keys(causal, work.len_q, work.len_k, item.q_begin + item.q_rows);
   item.head_begin = head;
   item.head_count = (int32_t)clamp(group_end - head, 1, work.step);
-  item.split_slot = -1;
+  item.num_splits = work.num_splits;
   return item;
 }
 
 // A quarter-octave scale: it keeps the sort linear and leaves sequences of about the same work in memory order.
 // `tiles` >= 0.
-constexpr int32_t kNumRanks = 4 * 32;
+constexpr int32_t kNumLengthRanks = 4 * 32;
 MLA_HOST_DEVICE int32_t length_rank(int64_t tiles) {
   if (tiles < 4) return (int32_t)tiles;
-  int32_t octave = 0;
-  while ((tiles >> octave) >= 8) ++octave;  // tiles >> octave is in [4, 8)
+  const int32_t octave = log2_floor(tiles) - 2;  // tiles >> octave is in [4, 8)
   return 4 * octave + (int32_t)(tiles >> octave);
 }
 
 // Sequences are ordered by this rank, descending, and by index where it is equal: longest first, and those last whose
 // first rows see few keys, so that the list ends in small items and CTAs finish together. (By length alone, a batch of
-// cached prefixes and one long prompt took 4 % longer.)
-MLA_HOST_DEVICE int32_t sequence_rank(const Config& config, bool causal, int32_t len_q, int32_t len_k) {
+// cached prefixes and one long prompt took 4 % longer.) Before them those that are split, by class, so that a ticket
+// leads to an item and a piece without a list of pieces.
+constexpr int32_t kRanksPerSplitClass = 8;
+constexpr int32_t kNumRanks = kNumLengthRanks + kNumSplitClasses * kRanksPerSplitClass;
+MLA_HOST_DEVICE int32_t sequence_rank(const Config& config, int32_t num_heads, bool causal, int32_t len_q,
+                                      int32_t len_k) {
   if (is_short(config, len_k)) return 0;
+  const int32_t splits = num_splits(config, num_heads, causal, len_q, len_k);
+  if (splits > 1) {
+    const int64_t octave = log2_floor(len_k / splits / config.min_split_keys);  // of a piece's length
+    return kNumLengthRanks + (log2_floor(splits) - 1) * kRanksPerSplitClass +
+           (int32_t)clamp(octave, 0, kRanksPerSplitClass - 1);
+  }
   const int32_t first_rows = len_q < config.tile_q ? len_q : config.tile_q;
   const int64_t first = ceil_div(visible_keys(causal, len_q, len_k, first_rows), config.tile_kv);
   const int64_t last = ceil_div(visible_keys(causal, len_q, len_k, len_q), config.tile_kv);
   return length_rank(8 * first + last);
+}
+
+// What a ticket stands for: a piece of an item.
+struct Piece {
+  int32_t item;
+  int32_t index;       // of num_splits
+  int32_t num_splits;  // 1: the whole item
+};
+
+// Split items are the first of the list, those of more pieces before those of fewer: [0, split_end[0]) are of 16
+// pieces, up to split_end[1] of 8, and so on. Each item's pieces have tickets in a row, from a multiple of their
+// number.
+MLA_HOST_DEVICE Piece piece_of_ticket(const int32_t (&split_end)[kNumSplitClasses], int32_t ticket) {
+  int32_t first = 0;
+  for (int32_t i = 0; i < kNumSplitClasses; ++i) {
+    const int32_t log2_splits = kNumSplitClasses - i;
+    const int32_t tickets = (split_end[i] - first) << log2_splits;
+    if (ticket < tickets) return {first + (ticket >> log2_splits), ticket & ((1 << log2_splits) - 1), 1 << log2_splits};
+    ticket -= tickets;
+    first = split_end[i];
+  }
+  return {first + ticket, 0, 1};
+}
+
+// Tickets of split items, which come before the others.
+MLA_HOST_DEVICE int32_t num_pieces(const int32_t (&split_end)[kNumSplitClasses]) {
+  int32_t first = 0, result = 0;
+  for (int32_t i = 0; i < kNumSplitClasses; ++i) {
+    result += (split_end[i] - first) << (kNumSplitClasses - i);
+    first = split_end[i];
+  }
+  return result;
 }
 
 }  // namespace mla_prefill::plan

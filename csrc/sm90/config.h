@@ -40,6 +40,8 @@ struct TileConfig {
   static constexpr bool kPingPong = kConsumers == 2;
   // Of the next tile, into the L2. It costs 8 % on items of one key tile.
   static constexpr bool kPrefetchQ = kConsumers == 2;
+  // Short sequences have no split items.
+  static constexpr bool kSplits = kConsumers == 2;
 
   static_assert(kTileQ % kWarpgroupRows == 0 && kTeams * kConsumers == sm90::kConsumers, "all consumers have a team");
 };
@@ -54,6 +56,9 @@ inline plan::Config plan_config() {
   config.tile_kv = LongTile::kTileKV;
   config.short_tile_q = ShortTile::kTileQ;
   config.short_keys = LongTile::kTileKV;
+  config.max_splits = plan::kMaxSplits;
+  config.split_items = 132;
+  config.min_split_keys = 16 * LongTile::kTileKV;
   return config;
 }
 
@@ -66,11 +71,12 @@ struct alignas(16) Tile {
   int32_t keys;      // the tile's rows see keys [0, keys) of the sequence at most
   int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
   int32_t head;
-  int32_t kv_tiles;  // ceil(keys / kTileKV), at least 1; kNoMoreTiles ends the kernel
-  int32_t unused[2];
+  int32_t first_kv_tile, end_kv_tile;  // at least one key tile; an end of kNoMoreTiles ends the team's work
+  int32_t piece;                       // its ticket, where the item is split; kWhole where it is not
 };
 static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
+constexpr int32_t kWhole = -1;
 
 template <typename T, typename Config>
 struct alignas(1024) Tensors {

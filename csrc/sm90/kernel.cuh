@@ -16,6 +16,7 @@
 #include "sm90/epilogue.cuh"
 #include "sm90/ptx.h"
 #include "sm90/softmax.cuh"
+#include "sm90/split.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/wgmma.h"
 
@@ -29,19 +30,26 @@ struct KernelParams {
   CUtensorMap q;
   KeyMaps long_keys, short_keys;  // in boxes of kTileKV rows
   PrefillParams problem;
-  int32_t* plan;  // header and items; the header's counters move
+  int32_t* plan;     // header and items; the header's counters move
+  float4* partials;  // kPartialsBytes, or nullptr where no item can be split
   bool split_k;
 };
 
 // Which part of the plan's list a team works on, and which of its workers it is.
 struct Share {
-  int32_t first, end;  // items
+  int32_t first, end;  // tickets: items, and pieces of the split ones
   int32_t worker, num_workers;
   int32_t *ticket, *finished;
 };
 
 __device__ __forceinline__ Share share_of_long(plan::Header& header) {
-  return {0, header.first_short, (int32_t)blockIdx.x, (int32_t)gridDim.x, &header.ticket[0], &header.finished[0]};
+  const int32_t pieces = plan::num_pieces(header.split_end), split_items = header.split_end[plan::kNumSplitClasses - 1];
+  return {0,
+          header.first_short - split_items + pieces,
+          (int32_t)blockIdx.x,
+          (int32_t)gridDim.x,
+          &header.ticket[0],
+          &header.finished[0]};
 }
 
 __device__ __forceinline__ Share share_of_short(plan::Header& header, int team) {
@@ -75,6 +83,10 @@ struct Producer {
   struct Item {
     int32_t q_row, q_rows, k_row, len_k, keys, last_key, head_begin, head_count;
   };
+  struct KeyTiles {
+    int32_t first, end;
+    int32_t piece;  // of Tile
+  };
 
   const KernelParams& p;
   const KeyMaps& keys;
@@ -86,14 +98,27 @@ struct Producer {
   Ring<2> tile_ring;
   uint32_t q_parity = 0;
 
-  __device__ __forceinline__ Item read_item(int32_t index) {
-    const int4* words = reinterpret_cast<const int4*>(p.plan + plan::kHeaderInts) + (int64_t)index * 2;
-    const int4 a = __ldg(words), b = __ldg(words + 1);  // seq, q_begin, q_rows, kv_begin; kv_end, heads, split_slot
+  __device__ __forceinline__ Item read_item(int32_t ticket) {
+    const int4* words = reinterpret_cast<const int4*>(p.plan + plan::kItemsBegin) + (int64_t)piece_of(ticket).item * 2;
+    const int4 a = __ldg(words), b = __ldg(words + 1);  // seq, q_begin, q_rows, kv_begin; kv_end, heads
     const int32_t q_begin = __ldg(p.problem.cu_seqlens_q + a.x), q_end = __ldg(p.problem.cu_seqlens_q + a.x + 1);
     const int32_t k_begin = __ldg(p.problem.cu_seqlens_k + a.x), k_end = __ldg(p.problem.cu_seqlens_k + a.x + 1);
     const int32_t len_k = k_end - k_begin;
     const int32_t last_key = p.problem.causal ? a.y + len_k - (q_end - q_begin) : INT32_MAX / 2;
     return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};
+  }
+
+  __device__ __forceinline__ plan::Piece piece_of(int32_t ticket) const {
+    if constexpr (!Config::kSplits) return {ticket, 0, 1};
+    return plan::piece_of_ticket(reinterpret_cast<const plan::Header*>(p.plan)->split_end, ticket);
+  }
+
+  __device__ __forceinline__ KeyTiles key_tiles_of(const Item& item, int32_t ticket) const {
+    const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
+    const plan::Piece piece = piece_of(ticket);
+    if (piece.num_splits == 1) return {0, kv_tiles, kWhole};
+    return {(int32_t)((int64_t)kv_tiles * piece.index / piece.num_splits),
+            (int32_t)((int64_t)kv_tiles * (piece.index + 1) / piece.num_splits), ticket};
   }
 
   // Rows past the sequence's end are not read and arrive as zeros: row `rows` of the sequence is where the map's bound
@@ -163,10 +188,11 @@ struct Producer {
     v_ring.advance();
   }
 
-  __device__ __forceinline__ void publish(const Item& item, int head, int32_t kv_tiles) {
+  __device__ __forceinline__ void publish(const Item& item, int head, const KeyTiles& tiles) {
     barrier_wait(smem_address(&channels.tile_empty[tile_ring.stage()]), tile_ring.parity() ^ 1);
     if (leader) {
-      channels.tiles[tile_ring.stage()] = {item.q_row, item.q_rows, item.keys, item.last_key, head, kv_tiles, {}};
+      channels.tiles[tile_ring.stage()] = {item.q_row, item.q_rows, item.keys, item.last_key,
+                                           head,       tiles.first, tiles.end, tiles.piece};
       barrier_arrive(smem_address(&channels.tile_full[tile_ring.stage()]));
     }
     tile_ring.advance();
@@ -200,29 +226,29 @@ struct Producer {
     Item item = {};
     if (index < share.end) item = read_item(index);
     while (index < share.end) {
-      const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
-      const int heads = kv_tiles > 0 ? item.head_count : 0;  // items without keys are finish_empty_items' work
+      const int heads = item.keys > 0 ? item.head_count : 0;  // items without keys are finish_empty_items' work
+      const KeyTiles tiles = key_tiles_of(item, index);
       Next next;
-      int32_t tiles_left = heads * kv_tiles;
+      int32_t tiles_left = heads * (tiles.end - tiles.first);
       for (int i = 0; i < heads; ++i) {
         const int head = item.head_begin + i;
-        publish(item, head, kv_tiles);
-        load_k(item, head, kv_tiles - 1);
+        publish(item, head, tiles);
+        load_k(item, head, tiles.end - 1);
         load_q(item, head);
         prepare_next(next, --tiles_left);
         if (i + 1 < heads) prefetch_q(item, head + 1);
-        for (int j = kv_tiles - 2; j >= 0; --j) {
+        for (int j = tiles.end - 2; j >= tiles.first; --j) {
           load_k(item, head, j);
           load_v(item, head, j + 1);
           prepare_next(next, --tiles_left);
         }
-        load_v(item, head, 0);
+        load_v(item, head, tiles.first);
       }
       prepare_next(next, tiles_left);  // an item without keys
       index = next.index;
       item = next.item;
     }
-    publish(item, 0, kNoMoreTiles);
+    publish(item, 0, {0, kNoMoreTiles, kWhole});
     // The last worker to finish resets the counters, so that the plan serves the next layer.
     if (leader && atomicAdd(share.finished, 1) == share.num_workers - 1) {
       *share.ticket = 0;
@@ -237,7 +263,7 @@ struct Producer {
 template <typename T>
 __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
   const plan::Header& header = *reinterpret_cast<const plan::Header*>(p.plan);
-  const plan::WorkItem* items = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kHeaderInts);
+  const plan::WorkItem* items = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kItemsBegin);
   const int32_t lane = threadIdx.x % 32;
   for (int32_t base = (int32_t)blockIdx.x * 32; base < header.num_items; base += (int32_t)gridDim.x * 32) {
     const bool is_empty = base + lane < header.num_items && items[base + lane].kv_end == 0;
@@ -335,7 +361,7 @@ struct Consumer {
 
   // Waits for Q and the first K of a tile, if there is one.
   __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
-    if (tile.kv_tiles == kNoMoreTiles) return;
+    if (tile.end_kv_tile == kNoMoreTiles) return;
     barrier_wait(smem_address(&channels.q_full[index]), q_parity);
     q_parity ^= 1;
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
@@ -356,7 +382,7 @@ struct Consumer {
 
   // QK of key tile j, PV of tile j + 1 behind it, softmax of j while they run.
   template <bool kMasked>
-  __device__ __forceinline__ void key_tile(const RowLimits& limits, int j) {
+  __device__ __forceinline__ void key_tile(const RowLimits& limits, int j, bool is_last) {
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
     wait_turn();
     fence_registers(o);
@@ -367,7 +393,7 @@ struct Consumer {
     wgmma_wait<1>();
     fence_registers(s);
     release_k();
-    if (j == 0) release_q();
+    if (is_last) release_q();
     softmax.template update<kMasked, false>(s, limits, j * kTileKV, p.problem.scale);
     wgmma_wait<0>();
     fence_registers(o);
@@ -384,23 +410,24 @@ struct Consumer {
     wgmma_wait<0>();
     fence_registers(s);
 #pragma unroll 1
-    while (tile.kv_tiles != kNoMoreTiles) {
+    while (tile.end_kv_tile != kNoMoreTiles) {
       const RowLimits limits = row_limits(tile);
-      const int unmasked = unmasked_tiles(tile);
+      const int first = tile.first_kv_tile, unmasked = max(unmasked_tiles(tile), first);
+      int j = tile.end_kv_tile - 1;
       release_k();
-      if (tile.kv_tiles == 1) release_q();
-      softmax.template update<true, true>(s, limits, (tile.kv_tiles - 1) * kTileKV, p.problem.scale);
+      if (j == first) release_q();
+      softmax.template update<true, true>(s, limits, j * kTileKV, p.problem.scale);
       pack_weights();
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
 
-      int j = tile.kv_tiles - 2;
+      --j;
 #pragma unroll 1
-      for (; j >= unmasked; --j) key_tile<true>(limits, j);
+      for (; j >= unmasked; --j) key_tile<true>(limits, j, j == first);
 #pragma unroll 1
-      for (; j >= 0; --j) key_tile<false>(limits, j);
+      for (; j >= first; --j) key_tile<false>(limits, j, j == first);
 
-      const RowSums sums = softmax.finish(p.problem.scale);
+      RowSums sums = softmax.finish(p.problem.scale);
       const Tile next = next_tile();
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
@@ -410,7 +437,13 @@ struct Consumer {
       wgmma_wait<1>();
       fence_registers(o);
       release_v();
-      write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
+      bool is_complete = true;
+      if (Config::kSplits && tile.piece != kWhole) {
+        const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
+        is_complete = combine_pieces(p.plan, p.partials, tile.piece, warp, p.problem.scale, o, softmax);
+        sums = softmax.finish(p.problem.scale);
+      }
+      if (is_complete) write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);

@@ -49,6 +49,14 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// ---- device memory, between CTAs ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int32_t load_acquire(const int32_t* at) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
 // ---- named barriers, between warpgroups -----------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {

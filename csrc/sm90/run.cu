@@ -39,10 +39,17 @@ std::string supports(const PrefillParams& p) {
   return "";
 }
 
+int64_t scratch_bytes(const PrefillParams& p) {
+  const plan::Config config = plan_config();
+  const bool may_split = 2 * p.num_heads <= config.split_items && 2 * config.min_split_keys <= p.total_k;
+  return may_split ? kPartialsBytes : 0;
+}
+
 std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t stream) {
   KernelParams params;
   params.problem = p;
   params.plan = plan;
+  params.partials = static_cast<float4*>(p.scratch);
   params.split_k = p.dim_k != p.dim_qk;
   const auto map_keys = [&](KeyMaps& maps, int tile_kv) {
     return make_ragged_map(&maps.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&

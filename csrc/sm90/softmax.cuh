@@ -23,6 +23,14 @@ struct RowSums {
   float lse[2];  // natural log of the sum of exp(logit), -inf where the row saw no key
 };
 
+// The factor for what was summed against the maximum `before` when the maximum becomes `now`. Between the rounded
+// references that the weights were taken against, so that it is exactly 1 while the maximum stays: a fused product
+// would leave a factor of its rounding error at each key tile. 0 for a row that had seen no key.
+__device__ __forceinline__ float rescaling(float before, float now, float scale) {
+  if (before == -INFINITY) return 0.0f;
+  return exp2_approx(__fmul_rn(before, scale * kLog2E) - __fmul_rn(now, scale * kLog2E));
+}
+
 template <int kTileKV>
 struct OnlineSoftmax {
   float max[2], sum[2], correction[2];
@@ -38,8 +46,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2; ++r) {
       const float top = kFirst ? first_max[r] : running_max(s, r);
       float reference = __fmul_rn(top, scale_log2);
-      // Between the rounded references that the weights were taken against, so that it is exactly 1 while the maximum
-      // stays: a fused product would leave a factor of its rounding error at each key tile.
+      // As rescaling(), less its test: a maximum that is -inf still is dealt with below.
       if (!kFirst) correction[r] = exp2_approx(__fmul_rn(max[r], scale_log2) - reference);
       // A row that has seen no key: any finite reference makes its weights 0, where -inf would make NaN.
       if (kMasked && top == -INFINITY) {

@@ -11,7 +11,7 @@ from mla_prefill._host import expect_one_device, last_entry
 
 __all__ = ["PrefillPlan", "WorkItem", "plan_prefill"]
 
-_HEADER_INTS = 16
+_ITEMS_BEGIN = 2072  # kItemsBegin of csrc/plan/plan.h
 _ITEM_INTS = 8
 _MIN_TILE_Q = 64  # kMinTileQ of csrc/plan/rules.h: no backend cuts smaller query tiles
 
@@ -19,8 +19,8 @@ _MIN_TILE_Q = 64  # kMinTileQ of csrc/plan/rules.h: no backend cuts smaller quer
 @dataclass(frozen=True)
 class WorkItem:
     """Query rows ``q_begin:q_begin + q_rows`` of sequence ``seq`` against its keys ``kv_begin:kv_end``, for the heads
-    ``head_begin:head_begin + head_count``; rows and keys count from the sequence's start. ``split_slot`` is -1 where
-    one item sees all the keys of its rows."""
+    ``head_begin:head_begin + head_count``; rows and keys count from the sequence's start. ``num_splits`` is 1, or, for
+    few queries on a long context on a GPU, the number of pieces of the keys that thread blocks share."""
 
     seq: int
     q_begin: int
@@ -29,15 +29,15 @@ class WorkItem:
     kv_end: int
     head_begin: int
     head_count: int
-    split_slot: int
+    num_splits: int
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
     """A work list for one set of lengths, on the device of its ``cu_seqlens``.
 
-    ``tensor`` is int32 ``[16 + 8 * capacity]``: a header, then the items in the order in which they start (layout:
-    ``csrc/plan/plan.h``). The other fields say what it was made for.
+    ``tensor`` is int32 ``[2072 + 8 * capacity]``: a header, room for thread blocks to meet, then the items in the order
+    in which they start (layout: ``csrc/plan/plan.h``). The other fields say what it was made for.
     """
 
     tensor: Tensor
@@ -53,11 +53,11 @@ class PrefillPlan:
     @property
     def capacity(self) -> int:
         """Items the tensor has room for; a bound that holds for all lengths with the same batch and max_tokens_q."""
-        return (self.tensor.numel() - _HEADER_INTS) // _ITEM_INTS
+        return (self.tensor.numel() - _ITEMS_BEGIN) // _ITEM_INTS
 
     def items(self) -> list[WorkItem]:
         """The work list. Reads the plan: waits for the device."""
-        rows = self.tensor[_HEADER_INTS:].view(-1, _ITEM_INTS)[: self.num_items].tolist()
+        rows = self.tensor[_ITEMS_BEGIN:].view(-1, _ITEM_INTS)[: self.num_items].tolist()
         return [WorkItem(*row) for row in rows]
 
     def _expect(self, num_heads: int, causal: bool, qk_head_dim: int, v_head_dim: int) -> None:
@@ -127,4 +127,4 @@ def _plan_prefill_fake(
     _expect_one_device(cu_seqlens_q, cu_seqlens_k)
     sequences = torch.sym_min(cu_seqlens_q.shape[0] - 1, max_tokens_q)
     capacity = (max_tokens_q // _MIN_TILE_Q + sequences) * num_heads  # max_items of csrc/plan/rules.h
-    return cu_seqlens_q.new_empty((_HEADER_INTS + _ITEM_INTS * capacity,))
+    return cu_seqlens_q.new_empty((_ITEMS_BEGIN + _ITEM_INTS * capacity,))

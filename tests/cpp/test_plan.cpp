@@ -41,7 +41,7 @@ void test_rules() {
   }
   plan::Config finest;
   finest.tile_kv = plan::kMinTileKV;
-  CHECK(plan::sequence_rank(finest, false, 1, INT32_MAX) < plan::kNumRanks);
+  CHECK(plan::sequence_rank(finest, 1, false, 1, INT32_MAX) < plan::kNumLengthRanks);
 }
 
 // Every (sequence, row, head) exactly once, with exactly the keys that its tile sees; longest first.
@@ -56,8 +56,9 @@ void test_covers(const Batch& batch, const plan::Config& config) {
     CHECK(item.q_rows > 0 && item.q_begin % config.tile_q == 0 && item.q_begin + item.q_rows <= len_q);
     CHECK(item.head_count > 0 && item.head_begin + item.head_count <= p.num_heads);
     CHECK(item.kv_begin == 0 && item.kv_end == plan::visible_keys(p.causal, len_q, len_k, item.q_begin + item.q_rows));
-    CHECK(item.split_slot == -1);
-    const int32_t rank = plan::sequence_rank(config, p.causal, len_q, len_k);
+    CHECK(item.num_splits == plan::num_splits(config, p.num_heads, p.causal, len_q, len_k));
+    CHECK(item.num_splits == 1 || item.head_count == 1);
+    const int32_t rank = plan::sequence_rank(config, p.num_heads, p.causal, len_q, len_k);
     CHECK(rank <= last_rank);
     last_rank = rank;
     for (int32_t row = item.q_begin; row < item.q_begin + item.q_rows; ++row) {
@@ -82,15 +83,49 @@ void test_random() {
     plan::Config config;
     config.tile_q = 64 << random() % 3;
     config.group_bytes = 1 << (14 + random() % 12);
+    config.max_splits = 1 << random() % 5;
+    config.split_items = random() % 200;
+    config.min_split_keys = 2 * config.tile_kv;
     test_covers(Batch(len_q, len_k, 1 + random() % 20, random() % 2), config);
   }
+}
+
+// Every piece of every item has one ticket, those of an item in a row and aligned to their number.
+void test_tickets() {
+  plan::Config config;
+  config.max_splits = plan::kMaxSplits;
+  config.split_items = 132;
+  config.min_split_keys = 2048;
+  CHECK(plan::num_splits(config, 16, false, 512, 32768) == 2);  // 64 items
+  CHECK(plan::num_splits(config, 16, false, 64, 32768) == 8);
+  CHECK(plan::num_splits(config, 16, false, 64, 10000) == 4);  // pieces of 2048 keys at least
+  CHECK(plan::num_splits(config, 16, true, 4096, 4096) == 1);  // the first rows see few
+  CHECK(plan::num_splits(config, 1, false, 1, INT32_MAX) == 16);
+  CHECK(plan::sequence_rank(config, 1, false, 1, INT32_MAX) < plan::kNumRanks);
+
+  const Batch batch({64, 300, 1, 512, 4000, 1}, {40000, 5000, 30, 9000, 4000, 70000}, 8, false);
+  std::vector<int32_t> buffer(plan::kItemsBegin + plan::kItemInts * plan::max_items(4878, 6, 8));
+  const int64_t capacity = ((int64_t)buffer.size() - plan::kItemsBegin) / plan::kItemInts;
+  CHECK(plan::write(config, batch.problem, buffer.data(), capacity).empty());
+  const plan::Header& header = *reinterpret_cast<const plan::Header*>(buffer.data());
+  int32_t ticket = 0;
+  for (int32_t i = 0; i < header.num_items; ++i) {
+    const int32_t splits = plan::items(buffer.data())[i].num_splits;
+    CHECK(ticket % splits == 0);
+    for (int32_t index = 0; index < splits; ++index, ++ticket) {
+      const plan::Piece piece = plan::piece_of_ticket(header.split_end, ticket);
+      CHECK(piece.item == i && piece.index == index && piece.num_splits == splits);
+    }
+    if (i + 1 == header.split_end[3]) CHECK(ticket == plan::num_pieces(header.split_end));
+  }
+  CHECK(plan::items(buffer.data())[0].num_splits == 16 && header.split_end[0] == 16);
 }
 
 void test_write_and_check() {
   const plan::Config config;
   const Batch batch({100, 0, 300}, {500, 10, 300}, 4, true);
   const int64_t capacity = plan::max_items(400, 3, 4);
-  std::vector<int32_t> buffer(plan::kHeaderInts + plan::kItemInts * capacity);
+  std::vector<int32_t> buffer(plan::kItemsBegin + plan::kItemInts * capacity);
   const int64_t size = (int64_t)buffer.size();
   CHECK(plan::write(config, batch.problem, buffer.data(), capacity).empty());
   CHECK(plan::check(config, batch.problem, buffer.data(), size).empty());
@@ -123,6 +158,7 @@ void test_many_sequences() {
 int main() {
   test_rules();
   test_random();
+  test_tickets();
   test_write_and_check();
   test_many_sequences();
   return report("plan");

@@ -81,6 +81,7 @@ class PrefillParams(ctypes.Structure):
         *((name, ctypes.c_bool) for name in ("causal", "accumulate")),
         *((name, ctypes.c_int8) for name in ("dtype", "out_dtype")),
         *((name, Descale) for name in ("q_descale", "k_descale", "v_descale")),
+        ("scratch", ctypes.c_uint64),
     )
 
 
@@ -126,6 +127,7 @@ class PlanConfig(ctypes.Structure):
             for name in ("tile_q", "short_tile_q", "short_keys", "tile_kv", "item_overhead", "min_item_cost")
         ),
         ("group_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("max_splits", "split_items", "min_split_keys")),
     )
 
 
@@ -151,8 +153,8 @@ class PlanArguments(ctypes.Structure):
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MANGLED = {torch.float32: "f", torch.bfloat16: "NS_8BFloat16E", torch.float16: "NS_7Float16E"}  # in kernels' names
 LAYOUTS = {"plain": 0, "fp8_e4m3": 1, "fp8_ds_mla": 2}
-HEADER_INTS = 16
-PLAN_CONFIG = PlanConfig(128, 64, -1, 32, 8, 32, 32 << 20)  # plan_config() of csrc/hip/config.h
+ITEMS_BEGIN = 2072
+PLAN_CONFIG = PlanConfig(128, 64, -1, 32, 8, 32, 32 << 20, 1)  # plan_config() of csrc/hip/config.h
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Device:
 
 def plan_tensor(items: Sequence[WorkItem]) -> Tensor:
     """A plan as the kernels read it: the number of items, and the items."""
-    header = [0] * HEADER_INTS
+    header = [0] * ITEMS_BEGIN
     header[1] = len(items)
     return torch.tensor([*header, *(value for item in items for value in item)], dtype=torch.int32)
 
@@ -268,7 +270,7 @@ def plan_prefill(
     """The device planner's buffer, for bf16 or fp16 and head dims (128, 64, 128)."""
     device = Device(code)
     batch = cu_seqlens_q.numel() - 1
-    buffer = torch.full((HEADER_INTS + 8 * capacity,), -1, dtype=torch.int32)
+    buffer = torch.full((ITEMS_BEGIN + 8 * capacity,), -1, dtype=torch.int32)
     scratch = torch.full((2 * batch + 1,), -1, dtype=torch.int32)
     problem = PlanProblem(
         device.address(cu_seqlens_q), device.address(cu_seqlens_k), batch, num_heads, causal, (128 + 64 + 128) * 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import MLA
 from helpers import cu_seqlens
-from kernels import HEADER_INTS, code_object, plan_prefill
+from kernels import ITEMS_BEGIN, code_object, plan_prefill
 
 from mla_prefill._C import plan_items
 
@@ -30,6 +30,6 @@ def test_agrees_with_the_host(arch: str, sequences: int, num_heads: int, causal:
         code_object("plan", arch), bounds_q, bounds_k, num_heads=num_heads, causal=causal, capacity=capacity
     )
     assert got[1:6].tolist() == [len(items), capacity, sequences, num_heads, causal]
-    listed = got[HEADER_INTS:].reshape(capacity, 8)
+    listed = got[ITEMS_BEGIN:].reshape(capacity, 8)
     assert [tuple(item) for item in listed[: len(items)].tolist()] == items
     assert (listed[len(items) :] == 0).all()

@@ -58,8 +58,12 @@ __device__ __forceinline__ int atomicAdd(int* at, int value) {
 __device__ __forceinline__ int atomicMin(int* at, int value) {
   return __hip_atomic_fetch_min(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+__device__ __forceinline__ int atomicMax(int* at, int value) {
+  return __hip_atomic_fetch_max(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 __device__ __forceinline__ int __popc(unsigned bits) { return __builtin_popcount(bits); }
 __device__ __forceinline__ int min(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ int max(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 __device__ __forceinline__ float fabsf(float x) { return __builtin_fabsf(x); }
 __device__ __forceinline__ float exp2f(float x) { return __builtin_amdgcn_exp2f(x); }

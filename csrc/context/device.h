@@ -1,4 +1,4 @@
-// gather_latent and merge_states on a GPU: one source for nvcc and HIP's compilers. So far only the HIP build has it.
+// gather_latent and merge_states on a GPU: one source for nvcc and HIP's compilers.
 #pragma once
 
 #include <initializer_list>
@@ -30,6 +30,16 @@ MLA_HOST_DEVICE Pack<T, kSize> load_pack(const T* from) {
 
 template <int kSize, typename T>
 MLA_HOST_DEVICE void store_pack(T* to, const Pack<T, kSize>& values) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof values == 16) {  // nvcc makes four stores of some
+    uint32_t words[4];
+    __builtin_memcpy(words, &values, sizeof words);
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(words[0]),
+                 "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+    return;
+  }
+#endif
   *reinterpret_cast<Pack<T, kSize>*>(to) = values;
 }
 

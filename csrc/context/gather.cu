@@ -1,83 +1,140 @@
-// A warp per row: it finds the row's request by bisection, and its lanes copy or dequantize the cached row in packs.
+// Eight lanes per row find its request by bisection and copy or dequantize the cached row. Each lane has up to nine
+// packs in flight: with rows of 576 values that is all of the row, and a warp keeps 4.5 KB on the way.
+#include "context/convert.h"
 #include "context/device.h"
 #include "numeric.h"
 
 namespace mla_prefill::context {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kRowsPerBlock = kThreads / kWarp;
-constexpr int kPack = 8;  // elements
+constexpr int kLanes = 8;
+constexpr int kRowsPerBlock = kThreads / kLanes;
+constexpr int kPack = 8;  // elements; eight lanes of them are a line of 128 bytes where an element has two
 
 // The cache row of a token, or nullptr where the block table or the cache has none.
 __device__ const uint8_t* cache_row(const GatherParams& p, int32_t request, int64_t position, int64_t element_bytes) {
-  const int64_t block = position / p.block_size;
-  if (position < 0 || block >= p.max_blocks) return nullptr;
+  if (position < 0 || position >= (int64_t)p.max_blocks * p.block_size) return nullptr;
+  const uint32_t block = (uint32_t)position / (uint32_t)p.block_size;  // below 2^32: the sum of two int32
   const int64_t id = p.block_table[request * p.block_table_stride + block];
   if (id < 0 || id >= p.num_blocks) return nullptr;
-  const int64_t offset = id * p.block_stride + position % p.block_size * p.slot_stride;
-  return static_cast<const uint8_t*>(p.cache) + offset * element_bytes;
+  const int64_t slot = (uint32_t)position - block * (uint32_t)p.block_size;
+  return static_cast<const uint8_t*>(p.cache) + (id * p.block_stride + slot * p.slot_stride) * element_bytes;
+}
+
+// A value at any address.
+template <typename T>
+__device__ T load_unaligned(const uint8_t* from) {
+  uint8_t bytes[sizeof(T)];
+  for (int i = 0; i < (int)sizeof(T); ++i) bytes[i] = from[i];
+  T value;
+  __builtin_memcpy(&value, bytes, sizeof value);
+  return value;
 }
 
 template <typename T, int kSize>
-__device__ Pack<T, kSize> dequantize(const uint8_t* from, float scale) {
-  const Pack<uint8_t, kSize> quantized = load_pack<kSize>(from);
-  Pack<T, kSize> values;
-  for (int i = 0; i < kSize; ++i) values.at[i] = from_float<T>(to_float(Float8E4M3{quantized.at[i]}) * scale);
-  return values;
+__device__ Pack<T, kSize> scaled(const Pack<Float8E4M3, kSize>& quantized, float scale) {
+  Floats<kSize> values = to_floats(quantized);
+  for (int i = 0; i < kSize; ++i) values.at[i] *= scale;
+  return from_floats<T>(values);
 }
 
-// Elements [column, column + kSize) of a cached row.
-template <typename T, int kSize>
-__device__ Pack<T, kSize> read(const GatherParams& p, const uint8_t* row, int32_t column) {
-  if (p.layout == CacheLayout::kPlain) return load_pack<kSize>(reinterpret_cast<const T*>(row) + column);
-  if (p.layout == CacheLayout::kFp8E4M3) return dequantize<T, kSize>(row + column, p.k_scale ? *p.k_scale : 1.0f);
-  const uint8_t* const scales = row + kDsMlaLatent;
-  if (column < kDsMlaLatent) {
-    return dequantize<T, kSize>(row + column, *reinterpret_cast<const float*>(scales + column / kDsMlaTile * 4));
+// Elements [0, count) of a row, as `Stored` in the cache; all loads of a lane come before its first store. `convert`
+// gets a pack, its column, and the number of lane strides before it.
+template <typename T, int kSize, int kInFlight = 9, typename Stored, typename Convert>
+__device__ void copy_row(const Stored* from, T* out, int32_t count, const Convert& convert) {
+  constexpr int32_t kStep = kLanes * kSize;
+  for (int32_t first = (int32_t)threadIdx.x % kLanes * kSize; first < count; first += kStep * kInFlight) {
+    Pack<Stored, kSize> stored[kInFlight] = {};
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int32_t column = first + i * kStep;
+      if (from && column < count) stored[i] = load_pack<kSize>(from + column);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int32_t column = first + i * kStep;
+      if (column < count) store_pack(out + column, convert(stored[i], column, i));
+    }
   }
-  const auto* rope = reinterpret_cast<const BFloat16*>(scales + kDsMlaLatent / kDsMlaTile * sizeof(float));
-  const Pack<BFloat16, kSize> stored = load_pack<kSize>(rope + (column - kDsMlaLatent));
-  Pack<T, kSize> values;
-  for (int i = 0; i < kSize; ++i) values.at[i] = from_float<T>(to_float(stored.at[i]));
-  return values;
 }
 
 template <typename T, int kSize>
+__device__ void copy_ds_mla_row(const uint8_t* row, T* out) {
+  constexpr int kTiles = kDsMlaLatent / kDsMlaTile, kScale = sizeof(float);
+  const auto* const latent = reinterpret_cast<const Float8E4M3*>(row);
+  const uint8_t* const scales_at = row + kDsMlaLatent;
+  const uint8_t* const rope_at = scales_at + kTiles * kScale;
+  T* const rope_out = out + kDsMlaLatent;
+  const int lane = threadIdx.x % kLanes;
+  if constexpr (kSize > 1) {
+    constexpr int kStepsPerTile = kDsMlaTile / (kLanes * kSize);
+    static_assert(kStepsPerTile * kLanes * kSize == kDsMlaTile && kSize * kLanes == kDsMlaRope, "whole steps");
+    const Pack<float, kTiles> scales =
+        row ? load_pack<kTiles>(reinterpret_cast<const float*>(scales_at)) : Pack<float, kTiles>{};
+    const Pack<BFloat16, kSize> rope =
+        row ? load_pack<kSize>(reinterpret_cast<const BFloat16*>(rope_at) + lane * kSize) : Pack<BFloat16, kSize>{};
+    copy_row<T, kSize, kTiles * kStepsPerTile>(latent, out, kDsMlaLatent, [&](const auto& stored, int, int step) {
+      return scaled<T>(stored, scales.at[step / kStepsPerTile]);
+    });
+    store_pack(rope_out + lane * kSize, from_floats<T>(to_floats(rope)));
+  } else {  // at any address
+    copy_row<T, kSize>(latent, out, kDsMlaLatent, [&](const auto& stored, int column, int) {
+      return scaled<T>(stored, row ? load_unaligned<float>(scales_at + column / kDsMlaTile * kScale) : 0.0f);
+    });
+    for (int column = lane; column < kDsMlaRope; column += kLanes) {
+      const BFloat16 stored = row ? load_unaligned<BFloat16>(rope_at + column * sizeof(BFloat16)) : BFloat16{};
+      rope_out[column] = from_float<T>(to_float(stored));
+    }
+  }
+}
+
+template <typename T, int kSize, CacheLayout kLayout>
 __global__ __launch_bounds__(kThreads) void gather_kernel(GatherParams p) {
-  const int64_t row = (int64_t)blockIdx.x * kRowsPerBlock + threadIdx.x / kWarp;
+  const int64_t row = (int64_t)blockIdx.x * kRowsPerBlock + threadIdx.x / kLanes;
   if (row >= p.out_rows || row < p.cu_seqlens[0] || row >= p.cu_seqlens[p.batch]) return;
   int32_t low = 0, high = p.batch;  // the last request that starts at or before the row
   while (high - low > 1) {
     const int32_t middle = low + (high - low) / 2;
     (p.cu_seqlens[middle] <= row ? low : high) = middle;
   }
-  const int64_t element_bytes = p.layout == CacheLayout::kPlain ? sizeof(T) : 1;
   const int64_t position = (int64_t)p.starts[low] + (row - p.cu_seqlens[low]);
-  const uint8_t* const cached = cache_row(p, low, position, element_bytes);
+  const uint8_t* const cached = cache_row(p, low, position, kLayout == CacheLayout::kPlain ? sizeof(T) : 1);
   T* const out = static_cast<T*>(p.out) + row * p.out_stride;
-  for (int32_t column = threadIdx.x % kWarp * kSize; column < p.dim; column += kWarp * kSize) {
-    Pack<T, kSize> values = {};
-    if (cached) values = read<T, kSize>(p, cached, column);
-    store_pack(out + column, values);
+  if constexpr (kLayout == CacheLayout::kPlain) {
+    copy_row<T, kSize>(reinterpret_cast<const T*>(cached), out, p.dim,
+                       [](const auto& stored, int, int) { return stored; });
+  } else if constexpr (kLayout == CacheLayout::kFp8E4M3) {
+    const float scale = p.k_scale ? *p.k_scale : 1.0f;
+    copy_row<T, kSize>(reinterpret_cast<const Float8E4M3*>(cached), out, p.dim,
+                       [&](const auto& stored, int, int) { return scaled<T>(stored, scale); });
+  } else {
+    copy_ds_mla_row<T, kSize>(cached, out);
   }
+}
+
+template <typename T, CacheLayout kLayout>
+cudaError_t launch(const GatherParams& p, cudaStream_t stream) {
+  const int64_t cached_bytes = kLayout == CacheLayout::kPlain ? sizeof(T) : 1;
+  const int64_t cached_pack = kLayout == CacheLayout::kFp8DsMla ? 16 : kPack;  // scales and rope part lie at 16 bytes
+  const bool packed = p.dim % kPack == 0 && in_packs(p.out, sizeof(T), kPack, {p.out_stride}) &&
+                      in_packs(p.cache, cached_bytes, cached_pack, {p.block_stride, p.slot_stride});
+  if (p.out_rows == 0 || p.batch == 0) return cudaSuccess;
+  const unsigned blocks = (unsigned)((p.out_rows + kRowsPerBlock - 1) / kRowsPerBlock);
+  if (packed) {
+    gather_kernel<T, kPack, kLayout><<<blocks, kThreads, 0, stream>>>(p);
+  } else {
+    gather_kernel<T, 1, kLayout><<<blocks, kThreads, 0, stream>>>(p);
+  }
+  return cudaGetLastError();
 }
 
 template <typename T>
 cudaError_t launch(const GatherParams& p, cudaStream_t stream) {
-  const bool plain = p.layout == CacheLayout::kPlain;
-  const bool packed = p.dim % kPack == 0 && in_packs(p.out, sizeof(T), kPack, {p.out_stride}) &&
-                      (p.layout == CacheLayout::kFp8DsMla
-                           ? in_packs(p.cache, 1, 16, {p.block_stride, p.slot_stride})
-                           : in_packs(p.cache, plain ? sizeof(T) : 1, kPack, {p.block_stride, p.slot_stride}));
-  if (p.out_rows == 0 || p.batch == 0) return cudaSuccess;
-  const unsigned blocks = (unsigned)((p.out_rows + kRowsPerBlock - 1) / kRowsPerBlock);
-  if (packed) {
-    gather_kernel<T, kPack><<<blocks, kThreads, 0, stream>>>(p);
-  } else {
-    gather_kernel<T, 1><<<blocks, kThreads, 0, stream>>>(p);
+  switch (p.layout) {
+    case CacheLayout::kFp8E4M3: return launch<T, CacheLayout::kFp8E4M3>(p, stream);
+    case CacheLayout::kFp8DsMla: return launch<T, CacheLayout::kFp8DsMla>(p, stream);
+    default: return launch<T, CacheLayout::kPlain>(p, stream);
   }
-  return cudaGetLastError();
 }
 
 }  // namespace

@@ -98,10 +98,6 @@ class MergeParams(ctypes.Structure):
     )
 
 
-class MergeArguments(ctypes.Structure):
-    _fields_ = (("params", MergeParams), ("first_row", ctypes.c_int64))
-
-
 class GatherParams(ctypes.Structure):
     _fields_ = (
         ("cache", ctypes.c_uint64),
@@ -291,7 +287,7 @@ def merge_states(
     tensors = [device.rows(tensor) for tensor in (out_a, lse_a, out_b, lse_b, out, lse)]
     params = MergeParams(*tensors, tokens, num_heads, dim_v, DTYPES[out.dtype])
     kernel = f"merge_kernelI{MANGLED[out.dtype]}Li{pack}E"
-    device.launch(kernel, -(-tokens * num_heads // 16), 256, MergeArguments(params, 0))
+    device.launch(kernel, -(-tokens * num_heads // 16), 256, params)
     device.read_back(out, lse)
 
 
@@ -328,6 +324,6 @@ def gather_latent(
         out_dtype=DTYPES[out.dtype],
         k_scale=device.address(k_scale),
     )
-    kernel = f"gather_kernelI{MANGLED[out.dtype]}Li{pack}E"
-    device.launch(kernel, -(-out.shape[0] // 8), 256, params)
+    kernel = f"gather_kernelI{MANGLED[out.dtype]}Li{pack}ELNS_11CacheLayoutE{LAYOUTS[layout]}E"
+    device.launch(kernel, -(-out.shape[0] // 32), 256, params)
     device.read_back(out)

@@ -208,6 +208,11 @@ def test_sub_dword_selection() -> None:
     text = "v0, sext(v1), v1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:DWORD"
     execute(wave, "v_or_b32_sdwa", text)
     assert wave.vector[0][0] == 0xFFFF89AB | 0x89ABCDEF
+    wave.vector[3] = np.arange(64)
+    execute(wave, "v_cmp_gt_u32_e32", "vcc, 1, v3")
+    text = "v0, v1, v2, vcc dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:DWORD"
+    execute(wave, "v_cndmask_b32_sdwa", text)
+    assert wave.vector[0][:2].tolist() == [0xFF, 0x89AB]
 
 
 def test_bytes_and_truth_tables() -> None:

@@ -430,12 +430,15 @@ def sub_dword(base: str, operands: list[Operand], modifiers: dict[str, str]) -> 
             return None
         return lambda w: w.write_mask(to, COMPARISONS[relation](read(w, 0), read(w, 1)))
     function = INTEGER.get(base)
-    if function is None:
+    if function is None and base != "cndmask_b32":
         return None
     width, first = bits_of(modifiers.get("dst_sel", "DWORD"))
 
     def execute(w: Wave) -> None:
-        result = function(*(read(w, i) for i in range(len(sources))))
+        if function is None:
+            result = np.where(bits_to_mask(w.scalar64(sources[2])), read(w, 1), read(w, 0))
+        else:
+            result = function(*(read(w, i) for i in range(len(sources))))
         w.write(to.index, (result & U32((1 << width) - 1)) << U32(first))
 
     return execute

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks cpu`` or ``cuda``. Named cases, one timer, peers as plug-ins."""
+"""Benchmarks: ``python -m benchmarks cpu | cuda | step | trace``. Named cases, one timer, peers as plug-ins."""

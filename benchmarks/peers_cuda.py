@@ -64,14 +64,29 @@ class Fa3(Library):
         self.name, self.num_splits, self.splits_kv = name, num_splits, num_splits != 1
 
     def prepare(self, inputs: Inputs) -> Run:
+        case = inputs.case
+        lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(case.q_lens), max(case.kv_lens))
+        return self.call(inputs.q, inputs.k, inputs.v_dense, *lengths, case.causal)
+
+    def call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        causal: bool,
+    ) -> Run:
+        """Returns out and lse."""
         op = getattr(torch.ops, self.op_library).fwd.default
-        case, q, k, v = inputs.case, inputs.q, inputs.k, inputs.v_dense
         arguments = (
             *(q, k, v, None, None, None, None),  # k_new, v_new, q_v, out
-            *(inputs.cu_seqlens_q, inputs.cu_seqlens_k, None, None, None),  # cu_seqlens_k_new, seqused_q, seqused_k
-            *(max(case.q_lens), max(case.kv_lens)),
+            *(cu_seqlens_q, cu_seqlens_k, None, None, None),  # cu_seqlens_k_new, seqused_q, seqused_k
+            *(max_seqlen_q, max_seqlen_k),
             *(None,) * 9,  # page_table, kv_batch_idx, leftpad_k, rotary_cos, _sin, seqlens_rotary, 3 descales
-            *(SCALE, case.causal, -1, -1),  # no window
+            *(SCALE, causal, -1, -1),  # no window
             *(*self.before_splits, self.num_splits, *self.after_splits),
         )
         return lambda: op(*arguments)[:2]

@@ -111,23 +111,47 @@ class MLAAttention(torch.nn.Module):
         with stage("write_cache"):
             self._write_cache(kv_c_normed, k_pe, kv_cache, metadata)
         k, v = self._project(kv_c_normed, k_pe)
-        backend, context = metadata.prefill_backend, metadata.chunked_context
-        with stage("attention"):
-            result = backend.run_prefill_new_tokens(q=q, k=k, v=v, return_softmax_lse=context is not None, out=out)
-        if context is not None:
-            _, lse = result
-            for chunk in context.chunks:
-                k, v = self._project(*self._gather(kv_cache, chunk, metadata))
-                with stage("attention"):
-                    backend.accumulate_context_chunk(
-                        chunk=chunk,
-                        q=q[chunk.token_slice],
-                        k=k,
-                        v=v,
-                        out=out[chunk.token_slice],
-                        lse=lse[:, chunk.token_slice],
-                    )
+        lse = self._attend_new_tokens(q, k, v, out, metadata)
+        del k, v  # a context chunk's projection takes their memory
+        if lse is not None:
+            self._attend_context(q, out, lse, kv_cache, metadata)
         return output
+
+    def _attend_new_tokens(
+        self, q: Tensor, k: Tensor | SplitKey, v: Tensor, out: Tensor, metadata: PrefillMetadata
+    ) -> Tensor | None:
+        """Writes out; returns the lse where the step has context to be merged in."""
+        has_context = metadata.chunked_context is not None
+        with stage("attention"):
+            result = metadata.prefill_backend.run_prefill_new_tokens(
+                q=q, k=k, v=v, return_softmax_lse=has_context, out=out
+            )
+        return result[1] if has_context else None
+
+    def _attend_context(
+        self, q: Tensor, out: Tensor, lse: Tensor, kv_cache: Tensor, metadata: PrefillMetadata
+    ) -> None:
+        """Merges each context chunk into out and lse. One chunk's latents and projection are held at a time."""
+        for chunk in metadata.chunked_context.chunks:
+            k, v = self._project(*self._gather(kv_cache, chunk, metadata))
+            self._accumulate(chunk, q, k, v, out, lse, metadata)
+            del k, v  # before the next projection, which takes their memory
+
+    def _accumulate(
+        self,
+        chunk: PrefillContextChunk,
+        q: Tensor,
+        k: Tensor | SplitKey,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        metadata: PrefillMetadata,
+    ) -> None:
+        tokens = chunk.token_slice
+        with stage("attention"):
+            metadata.prefill_backend.accumulate_context_chunk(
+                chunk=chunk, q=q[tokens], k=k, v=v, out=out[tokens], lse=lse[:, tokens]
+            )
 
     def _write_cache(self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata) -> None:
         write = metadata.cache_write

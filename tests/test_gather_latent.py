@@ -7,7 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import FP8, INF, LAYOUTS, NAN, assert_same_bits, cu_seqlens, embed, int32, place, skip_without_kernel
+from helpers import (
+    FP8,
+    INF,
+    LAYOUTS,
+    NAN,
+    assert_same_bits,
+    cu_seqlens,
+    embed,
+    int32,
+    place,
+    skip_without_kernel,
+    skip_without_memory,
+)
 
 import mla_prefill
 
@@ -166,6 +178,20 @@ def test_empty_cache_and_empty_table_give_zeros(dtype: torch.dtype, device: str)
         table = torch.zeros(1, columns, dtype=torch.int32, device=device)
         out = mla_prefill.gather_latent(cache, table, int32([0, 20], device), int32([0], device))
         assert out.shape == (20, WIDTH) and (out == 0).all()
+
+
+@pytest.mark.gpu
+def test_cache_offsets_past_32_bits_on_a_gpu() -> None:
+    skip_without_memory("cuda", 12 * 2**30)
+    block, width = 2**31 + 8, WIDTH
+    cache = torch.empty(2 * block + 4 * width, dtype=torch.bfloat16, device="cuda").as_strided(
+        (3, 4, width), (block, width, 1)
+    )
+    values = random_cache(3, 4, torch.bfloat16, "cuda")
+    cache.copy_(values)
+    table = int32([2, 0, 1], "cuda").reshape(1, 3)
+    out = mla_prefill.gather_latent(cache, table, int32([0, 11], "cuda"), int32([1], "cuda"))
+    assert_same_bits(out, values[[2, 0, 1]].flatten(0, 1)[1:])
 
 
 # ---- the caller's output ---------------------------------------------------------------------------------------------

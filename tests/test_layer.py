@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from cases import MLA
-from helpers import INF, NAN, cu_seqlens, embed
+from helpers import INF, NAN, assert_same_bits, cu_seqlens, embed
 from torch import Tensor
 
 import mla_prefill
@@ -43,6 +43,7 @@ class Model:
     projection: type[torch.nn.Linear] = torch.nn.Linear
     config: EngineConfig = field(default_factory=EngineConfig)
     device: str = "cpu"
+    cache_tokens: int = 8192
 
     def __post_init__(self) -> None:
         nope, rope, v = self.dims
@@ -64,7 +65,7 @@ class Model:
             prefill_backend_cls=self.backend,
         )
         self.builder = self.new_builder()
-        shape = (8192 // self.block_size, self.block_size, self.kv_lora + rope)
+        shape = (self.cache_tokens // self.block_size, self.block_size, self.kv_lora + rope)
         self.cache = torch.full(shape, NAN, dtype=self.dtype, device=self.device)
         self.free = torch.randperm(len(self.cache), generator=self.random).tolist()
 
@@ -233,21 +234,81 @@ def test_cache_holds_the_latents_and_nothing_else() -> None:
     torch.testing.assert_close(rows, expected, rtol=0, atol=0, equal_nan=True)
 
 
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+GPU_REQUESTS = [(0, 200), (130, 7), (0, 1), (1000, 33), (64, 1), (0, 17)]
+
+
+def gpu_model(**changes: object) -> Model:
+    return Model(
+        **{"kv_lora": 512, "dims": MLA, "dtype": torch.bfloat16, "block_size": 64, "device": "cuda", **changes}
+    )
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("workspace_rows", [128, 4096])
 @pytest.mark.parametrize("heads", [1, 5, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_on_a_gpu_without_waiting_for_it(dtype: torch.dtype, heads: int) -> None:
-    """A step without context: gather_latent has no CUDA kernel. Neither the builder nor the layer reads the device."""
-    model = Model(heads=heads, kv_lora=512, dims=MLA, dtype=dtype, block_size=64, device="cuda")
-    step = start(model, [(0, 200), (0, 1), (0, 33)])
-    step.slots[7] = -1
-    step.run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = step.run(step.build())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    step.check(out)
+def test_on_a_gpu_without_waiting_for_it(dtype: torch.dtype, heads: int, workspace_rows: int) -> None:
+    """Neither the builder nor the layer reads the device, with or without context."""
+    for requests in (GPU_REQUESTS, [(0, 200), (0, 1), (0, 33)]):
+        model = gpu_model(heads=heads, dtype=dtype, workspace_rows=workspace_rows)
+        step = start(model, requests)
+        step.slots[7] = -1
+        step.run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            metadata = step.build()
+            out = step.run(metadata)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        step.check(out, passes=1 + num_chunks(metadata))
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_is_one_projection() -> None:
+    """Above inputs, output, cache and workspace; whatever the context's length."""
+    heads, rows = 32, 4096
+    projection = rows * heads * (MLA[0] + MLA[2]) * 2
+    for context in (4096, 30000):
+        step = start(gpu_model(heads=heads, workspace_rows=rows, cache_tokens=32768), [(context, 1500)])
+        output = torch.empty(1500, heads, MLA[2], dtype=torch.bfloat16, device="cuda")
+        metadata = step.build()
+        step.run(metadata, output)  # whatever libraries allocate once
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step.run(metadata, output)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert projection <= peak <= projection + 16 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workspace_rows", [128, 4096])
+def test_a_step_replays_as_a_graph(workspace_rows: int) -> None:
+    """Lengths as captured, everything else new."""
+    step = start(gpu_model(heads=16, workspace_rows=workspace_rows), GPU_REQUESTS)
+    metadata = step.build()
+    output = torch.empty(len(step.q), 16, MLA[2], dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step.run(metadata, output)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run(metadata, output)
+    for repeat in range(3):
+        output.fill_(NAN)
+        graph.replay()
+        replayed = output.clone()
+        if repeat == 0:
+            step.check(replayed, passes=1 + num_chunks(metadata))
+        assert_same_bits(replayed, step.run(metadata))
+        for x in (step.q, step.kv_c, step.k_pe, step.model.cache):
+            x.copy_(x.roll(1, 0))  # unwritten rows of the cache stay NaN, and may now be read
+        step.model.cache.nan_to_num_(0.5)
 
 
 def test_no_slots_at_all() -> None:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import INF, LAYOUTS, NAN, Embedded, assert_same_bits, embed, merge_in, place, skip_without_kernel
+from helpers import (
+    INF,
+    LAYOUTS,
+    NAN,
+    Embedded,
+    assert_same_bits,
+    embed,
+    merge_in,
+    place,
+    skip_without_kernel,
+    skip_without_memory,
+)
 
 import mla_prefill
 
@@ -146,6 +157,15 @@ def test_lse_of_any_size(lse_a: float, gap: float, dtype: torch.dtype, device: s
         torch.testing.assert_close(out, b[0], rtol=0, atol=1e-6)
 
 
+def test_a_minus_0_beside_a_dead_side_keeps_its_sign(dtype: torch.dtype, device: str) -> None:
+    live, dead = state(dtype, device, 1), state(dtype, device, 2)
+    live[0].fill_(-0.0)
+    dead[1].fill_(-INF)
+    for a, b in ((live, dead), (dead, live)):
+        assert_same_bits(mla_prefill.merge_states(*a, *b)[0], live[0])
+    assert_same_bits(mla_prefill.merge_states(*dead, *dead)[0], torch.zeros_like(dead[0]))
+
+
 def test_merge_commutes_bit_for_bit(dtype: torch.dtype, device: str) -> None:
     a, b = two_states(dtype, device)
     one, other = mla_prefill.merge_states(*a, *b), mla_prefill.merge_states(*b, *a)
@@ -166,6 +186,20 @@ def test_no_tokens(dtype: torch.dtype, device: str) -> None:
     a, b = two_states(dtype, device, tokens=0)
     out, lse = mla_prefill.merge_states(*a, *b)
     assert out.shape == (0, 5, 128) and lse.shape == (5, 0)
+
+
+@pytest.mark.gpu
+def test_A11_the_reported_size() -> None:
+    skip_without_memory("cuda", 24 * 2**30)
+    tokens, heads, dim = 1_048_580, 32, 128
+    a, b = (torch.full((tokens, heads, dim), value, dtype=torch.bfloat16, device="cuda") for value in (1.0, 3.0))
+    lse_a, lse_b = (torch.zeros(heads, tokens, device="cuda") for _ in range(2))
+    lse_b[:, -2:] = -INF
+    mla_prefill.merge_states(a, lse_a, b, lse_b, out=a, lse=lse_a)
+    for rows in a[:-2].split(2**16):
+        assert (rows == 2).all()
+    assert (a[-2:] == 1).all() and (lse_a[:, -2:] == 0).all()
+    torch.testing.assert_close(lse_a[:, :-2], torch.full_like(lse_a[:, :-2], 2.0).log())
 
 
 @pytest.mark.parametrize("which", ["out_a", "lse_a", "out"])

@@ -99,13 +99,16 @@ def _in_threads(lanes: list[Lane], work: Callable[[Lane], Tensor]) -> list[bool]
 
 @pytest.fixture
 def gpu_lanes() -> list[Lane]:
-    """Without context, since gather_latent has no CUDA kernel; long enough that the streams overlap."""
+    """Long enough that the streams overlap."""
     steps = [
-        ([(0, 700), (0, 5)], [(0, 33), (0, 900)]),
-        ([(0, 12)], [(0, 300), (0, 129), (0, 20)]),
-        ([(0, 64)] * 9, [(0, 1500)]),
+        ([(900, 700), (0, 5)], [(300, 33), (0, 900)]),
+        ([(0, 12)], [(500, 300), (0, 129), (40, 20)]),
+        ([(0, 64)] * 9, [(1000, 500)]),
     ]
-    lanes = lanes_of(Model(heads=16, kv_lora=512, dims=MLA, dtype=torch.bfloat16, device="cuda"), steps)
+    model = Model(
+        heads=16, kv_lora=512, dims=MLA, dtype=torch.bfloat16, device="cuda", workspace_rows=512, cache_tokens=16384
+    )
+    lanes = lanes_of(model, steps)
     torch.cuda.synchronize()
     return lanes
 

@@ -10,6 +10,7 @@ from mla_prefill.backends import (
     register_mla_prefill_backend,
 )
 from mla_prefill.context_chunks import ContextChunk, plan_context_chunks
+from mla_prefill.context_parallel import RowOrder, dcp_row_order, merge_rank_states
 from mla_prefill.forward_context import EngineConfig
 from mla_prefill.layer import MLAAttention
 from mla_prefill.metadata import MLAMetadataBuilder
@@ -28,9 +29,12 @@ __all__ = [
     "MLAPrefillBackendEnum",
     "NativePrefillBackend",
     "PrefillPlan",
+    "RowOrder",
     "SplitKey",
+    "dcp_row_order",
     "gather_latent",
     "get_mla_prefill_backend",
+    "merge_rank_states",
     "merge_states",
     "plan_context_chunks",
     "plan_prefill",

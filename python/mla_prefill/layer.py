@@ -128,9 +128,7 @@ class MLAAttention(torch.nn.Module):
             )
         return result[1] if has_context else None
 
-    def _attend_context(
-        self, q: Tensor, out: Tensor, lse: Tensor, kv_cache: Tensor, metadata: PrefillMetadata
-    ) -> None:
+    def _attend_context(self, q: Tensor, out: Tensor, lse: Tensor, kv_cache: Tensor, metadata: PrefillMetadata) -> None:
         """Merges each context chunk into out and lse. One chunk's latents and projection are held at a time."""
         for chunk in metadata.chunked_context.chunks:
             k, v = self._project(*self._gather(kv_cache, chunk, metadata))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import NOPE, V, concat_k
+from benchmarks.cases import NOPE, ROPE, V, concat_k
 from benchmarks.peers_cuda import Fa3
 from benchmarks.steps import LATENT, StepInputs
 from benchmarks.timer import Run
@@ -51,16 +51,14 @@ class Ours:
         self.lse = self.layer._attend_new_tokens(inputs.q, SplitKey(k_nope, inputs.k_pe), v, self.out, inputs.metadata)
 
     def _gather(self) -> list[tuple[Tensor, Tensor]]:
-        return [self.layer._gather(self.inputs.cache, chunk, self.inputs.metadata) for chunk in self.inputs.chunks]
+        return [self.layer._gather(self.inputs.cache, chunk) for chunk in self.inputs.chunks]
 
     @torch.no_grad()
     def _project(self) -> None:
         self.projected = [self.layer._project(*latent) for latent in self._latents()]
 
     def _latents(self) -> list[tuple[Tensor, Tensor]]:
-        workspace = self.inputs.metadata.chunked_context.workspace
-        sizes = [LATENT, workspace.shape[1] - LATENT]
-        return [workspace[: chunk.num_context_tokens].split(sizes, dim=1) for chunk in self.inputs.chunks]
+        return [chunk.latent.split([LATENT, ROPE], dim=1) for chunk in self.inputs.chunks]
 
     def _context(self) -> None:
         inputs = self.inputs
@@ -81,9 +79,8 @@ class OverlappedLayer(MLAAttention):
             turn = chunk.index % 2
             with torch.cuda.stream(side):
                 side.wait_event(used[turn])
-                context = replace(metadata.chunked_context, workspace=buffers[turn])
-                latent = self._gather(kv_cache, chunk, replace(metadata, chunked_context=context))
-                k, v = self._project(*latent)
+                latent = buffers[turn][: chunk.num_context_tokens]
+                k, v = self._project(*self._gather(kv_cache, replace(chunk, latent=latent)))
                 v.record_stream(main)
             main.wait_stream(side)
             self._accumulate(chunk, q, k, v, out, lse, metadata)
@@ -136,10 +133,10 @@ class Ungathered(Ours):
         inputs = self.inputs
         return gather_latent(
             inputs.cache[..., LATENT:],
-            inputs.metadata.block_table[chunk.request_slice],
+            chunk.block_table,
             chunk.cu_seq_lens,
             chunk.starts,
-            out=inputs.metadata.chunked_context.workspace[: chunk.num_context_tokens, LATENT:],
+            out=chunk.latent[:, LATENT:],
         )
 
 
@@ -220,12 +217,12 @@ class Generic:
         )()
 
     def _gather(self, index: int) -> Tensor:
-        workspace = self.inputs.metadata.chunked_context.workspace[: len(self.rows[index])]
-        torch.index_select(self.cache, 0, self.rows[index], out=workspace.view(torch.int64))
-        return workspace
+        latent = self.inputs.chunks[index].latent
+        torch.index_select(self.cache, 0, self.rows[index], out=latent.view(torch.int64))
+        return latent
 
     def _rope(self, index: int) -> Tensor:
-        return self.inputs.metadata.chunked_context.workspace[: len(self.rows[index]), LATENT:]
+        return self.inputs.chunks[index].latent[:, LATENT:]
 
     def _project(self, latent: Tensor) -> Tensor:
         return self.inputs.layer.kv_b_proj(latent[:, :LATENT])

@@ -103,10 +103,11 @@ class MLAAttention(torch.nn.Module):
         self._check_inputs(q, kv_c_normed, k_pe, kv_cache, metadata, output)
         if output is None:
             output = q.new_empty((q.shape[0], self.num_heads, self.v_head_dim))
-        tokens = slice(metadata.num_tokens)
-        q, kv_c_normed, k_pe, out = q[tokens], kv_c_normed[tokens], k_pe[tokens], output[tokens]
         if metadata.num_tokens == 0:
             return output
+        q, kv_c_normed, k_pe, out = (
+            x if x.shape[0] == metadata.num_tokens else x[: metadata.num_tokens] for x in (q, kv_c_normed, k_pe, output)
+        )
 
         with stage("write_cache"):
             self._write_cache(kv_c_normed, k_pe, kv_cache, metadata)
@@ -131,7 +132,7 @@ class MLAAttention(torch.nn.Module):
     def _attend_context(self, q: Tensor, out: Tensor, lse: Tensor, kv_cache: Tensor, metadata: PrefillMetadata) -> None:
         """Merges each context chunk into out and lse. One chunk's latents and projection are held at a time."""
         for chunk in metadata.chunked_context.chunks:
-            k, v = self._project(*self._gather(kv_cache, chunk, metadata))
+            k, v = self._project(*self._gather(kv_cache, chunk))
             self._accumulate(chunk, q, k, v, out, lse, metadata)
             del k, v  # before the next projection, which takes their memory
 
@@ -158,14 +159,11 @@ class MLAAttention(torch.nn.Module):
         kv_cache[..., : self.kv_lora_rank].index_put_((write.blocks, write.offsets), kv_c_normed)
         kv_cache[..., self.kv_lora_rank :].index_put_((write.blocks, write.offsets), k_pe)
 
-    def _gather(self, kv_cache: Tensor, chunk: PrefillContextChunk, metadata: PrefillMetadata) -> tuple[Tensor, Tensor]:
+    def _gather(self, kv_cache: Tensor, chunk: PrefillContextChunk) -> tuple[Tensor, Tensor]:
         """The chunk's latent and rope part, [rows, kv_lora_rank] and [rows, qk_rope_head_dim], in the workspace."""
-        latent = metadata.chunked_context.workspace[: chunk.num_context_tokens]
         with stage("gather"):
-            gather_latent(
-                kv_cache, metadata.block_table[chunk.request_slice], chunk.cu_seq_lens, chunk.starts, out=latent
-            )
-        return latent.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            gather_latent(kv_cache, chunk.block_table, chunk.cu_seq_lens, chunk.starts, out=chunk.latent)
+        return chunk.latent.split_with_sizes([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
 
     def _project(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor | SplitKey, Tensor]:
         """Key parts and value of latent rows; both are views of the projection's output."""
@@ -176,7 +174,7 @@ class MLAAttention(torch.nn.Module):
         if kv.shape[-1] != features:
             raise ValueError(f"kv_b_proj: expected {features} output features, got {kv.shape[-1]}")
         kv = kv.view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-        k_nope, v = kv.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        k_nope, v = kv.split_with_sizes([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         return (SplitKey(k_nope, k_pe) if self.qk_rope_head_dim else k_nope), v
 
     def _check_inputs(
@@ -188,22 +186,22 @@ class MLAAttention(torch.nn.Module):
         metadata: PrefillMetadata,
         output: Tensor | None,
     ) -> None:
-        rows = f"at least {metadata.num_tokens}"
-        widths = {
-            "q": (q, (self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)),
-            "kv_c_normed": (kv_c_normed, (self.kv_lora_rank,)),
-            "k_pe": (k_pe, (self.qk_rope_head_dim,)),
-        }
-        if output is not None:
-            widths["output"] = (output, (self.num_heads, self.v_head_dim))
-        for name, (tensor, width) in widths.items():
-            if tuple(tensor.shape[1:]) != width or tensor.shape[0] < metadata.num_tokens:
-                expected = ", ".join(str(part) for part in (rows, *width))
+        num_tokens, dtype = metadata.num_tokens, metadata.q_data_type
+
+        def expect(name: str, tensor: Tensor, *width: int) -> None:
+            if tuple(tensor.shape[1:]) != width or tensor.shape[0] < num_tokens:
+                expected = ", ".join(map(str, (f"at least {num_tokens}", *width)))
                 raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
-            if tensor.dtype != metadata.q_data_type:
-                raise ValueError(f"{name}: expected dtype {metadata.q_data_type}, got {tensor.dtype}")
+            if tensor.dtype != dtype:
+                raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+
+        expect("q", q, self.num_heads, self.qk_nope_head_dim + self.qk_rope_head_dim)
+        expect("kv_c_normed", kv_c_normed, self.kv_lora_rank)
+        expect("k_pe", k_pe, self.qk_rope_head_dim)
+        if output is not None:
+            expect("output", output, self.num_heads, self.v_head_dim)
         block = (metadata.block_size, self.kv_lora_rank + self.qk_rope_head_dim)
         if kv_cache.ndim != 3 or tuple(kv_cache.shape[1:]) != block:
             raise ValueError(f"kv_cache: expected shape [blocks, {block[0]}, {block[1]}], got {list(kv_cache.shape)}")
-        if kv_cache.dtype != metadata.q_data_type:
-            raise ValueError(f"kv_cache: expected dtype {metadata.q_data_type}, got {kv_cache.dtype}")
+        if kv_cache.dtype != dtype:
+            raise ValueError(f"kv_cache: expected dtype {dtype}, got {kv_cache.dtype}")

@@ -36,6 +36,8 @@ class PrefillContextChunk:
     cu_seq_lens: Tensor  # [num_requests + 1]
     seq_lens: Tensor  # [num_requests], on the CPU
     max_seq_len: int
+    block_table: Tensor  # [num_requests, max_blocks]
+    latent: Tensor  # [num_context_tokens, kv_lora_rank + qk_rope_head_dim], its rows of the workspace
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,10 @@ class MLAMetadataBuilder:
             self.device,
         )
         tokens = None if len(cached) == num_tokens else cached.long()
-        chunks = [_on_device(chunk, bounds, *chunk_tensors[3 * chunk.index :][:3]) for chunk in plan]
+        chunks = [
+            _on_device(chunk, bounds, block_table, self.workspace, *chunk_tensors[3 * chunk.index :][:3])
+            for chunk in plan
+        ]
         metadata = PrefillMetadata(
             num_requests=num_requests,
             num_tokens=num_tokens,
@@ -209,7 +214,13 @@ def _tensors_of(chunk: ContextChunk, bounds: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _on_device(
-    chunk: ContextChunk, bounds: Tensor, query_start_loc: Tensor, starts: Tensor, cu_seq_lens: Tensor
+    chunk: ContextChunk,
+    bounds: Tensor,
+    block_table: Tensor,
+    workspace: Tensor,
+    query_start_loc: Tensor,
+    starts: Tensor,
+    cu_seq_lens: Tensor,
 ) -> PrefillContextChunk:
     own = _own_bounds(chunk, bounds)
     return PrefillContextChunk(
@@ -224,6 +235,8 @@ def _on_device(
         cu_seq_lens=cu_seq_lens,
         seq_lens=torch.tensor(chunk.seq_lens, dtype=torch.int32),
         max_seq_len=chunk.max_seq_len,
+        block_table=block_table[chunk.request_slice],
+        latent=workspace[: chunk.num_context_tokens],
     )
 
 

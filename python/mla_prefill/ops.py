@@ -80,9 +80,12 @@ def ragged_prefill(
         missing = "out" if out is None else "lse"
         raise ValueError(f"{missing}: expected the running state's tensor with accumulate=True, got None")
     if out is None:
-        out = q.new_empty((*q.shape[:2], *v.shape[-1:]), dtype=torch.bfloat16 if q.dtype == _FP8 else q.dtype)
+        dtype = q.dtype
+        out = torch.empty(
+            (*q.shape[:2], *v.shape[-1:]), dtype=torch.bfloat16 if dtype == _FP8 else dtype, device=q.device
+        )
     if lse is None and return_lse:
-        lse = q.new_empty(tuple(reversed(q.shape[:2])), dtype=torch.float32)
+        lse = torch.empty(q.shape[1::-1], dtype=torch.float32, device=q.device)
     _ragged_prefill(
         q,
         k,

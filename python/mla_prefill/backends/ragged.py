@@ -111,21 +111,27 @@ class RaggedPrefillBackend(MLAPrefillBackend):
     ) -> None:
         tokens_q, tokens_k = batch.num_tokens_q, batch.num_tokens_k
         heads, nope, rope = self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim
-        expected = {"q": (q, tokens_q, (heads, nope + rope)), "v": (v, tokens_k, (heads, self.v_head_dim))}
-        if isinstance(k, SplitKey):
-            expected["k_nope"] = (k.k_nope, tokens_k, (heads, nope))
-            expected["k_pe"] = (k.k_pe, tokens_k, (rope,) if k.k_pe.ndim == 2 else (1, rope))
-        else:
-            expected["k"] = (k, tokens_k, (heads, nope + rope))
-        if out is not None:
-            expected["out"] = (out, tokens_q, (heads, self.v_head_dim))
         dtype = self._prefill_metadata.q_data_type or q.dtype
-        for name, (tensor, rows, width) in expected.items():
-            if tuple(tensor.shape[1:]) != width or rows not in (None, tensor.shape[0]):
-                shape = ", ".join(map(str, ("rows" if rows is None else rows, *width)))
-                raise ValueError(f"{name}: expected shape [{shape}], got {list(tensor.shape)}")
-            if tensor.dtype != dtype:
-                raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+        _expect("q", q, tokens_q, (heads, nope + rope), dtype)
+        _expect("v", v, tokens_k, (heads, self.v_head_dim), dtype)
+        if isinstance(k, SplitKey):
+            _expect("k_nope", k.k_nope, tokens_k, (heads, nope), dtype)
+            _expect("k_pe", k.k_pe, tokens_k, (rope,) if k.k_pe.ndim == 2 else (1, rope), dtype)
+        else:
+            _expect("k", k, tokens_k, (heads, nope + rope), dtype)
+        if out is not None:
+            _expect("out", out, tokens_q, (heads, self.v_head_dim), dtype)
+
+
+def _expect(name: str, tensor: Tensor, rows: int | None, width: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Runs for each tensor of each call: one comparison where all is well."""
+    if tensor.shape == (rows, *width) and tensor.dtype == dtype:
+        return
+    if tuple(tensor.shape[1:]) != width or rows not in (None, tensor.shape[0]):
+        shape = ", ".join(map(str, ("rows" if rows is None else rows, *width)))
+        raise ValueError(f"{name}: expected shape [{shape}], got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
 
 
 def _new_tokens_of(metadata: Any) -> RaggedBatch:

@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks cpu | cuda | step | trace``. Named cases, one timer, peers as plug-ins."""
+"""Benchmarks, run by ``python -m benchmarks``: named cases, one timer, peers as plug-ins."""

@@ -9,6 +9,7 @@ import torch
 from cases import MLA
 from helpers import INF, NAN, assert_same_bits, cu_seqlens, embed
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mla_prefill
 from mla_prefill.backends import MLAPrefillBackend, NativePrefillBackend, SplitKey, native
@@ -468,6 +469,23 @@ def test_workspace_is_a_cap_of_whole_blocks() -> None:
     metadata = step.build()
     assert num_chunks(metadata) == 8
     step.check(step.run(metadata), passes=9)
+
+
+def test_one_projection_is_held_at_a_time() -> None:
+    """A24: what a step holds does not grow with its context."""
+    held: list[StorageWeakRef] = []
+
+    class Watched(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert all(storage.expired() for storage in held)
+            result = super().forward(x)
+            held.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    step = start(Model(projection=Watched, workspace_rows=64), REQUESTS)
+    metadata = step.build()
+    step.run(metadata)
+    assert len(held) == 1 + num_chunks(metadata) > 8
 
 
 def test_stages_are_timed_and_profiled() -> None:

@@ -19,6 +19,8 @@ _FP8 = torch.float8_e4m3fn
 _DS_MLA_ROW_BYTES = 656
 _DS_MLA_WIDTH = 576
 _ragged_prefill = torch.ops.mla_prefill.ragged_prefill.default
+_merge_states = torch.ops.mla_prefill.merge_states.default
+_gather_latent = torch.ops.mla_prefill.gather_latent.default
 
 
 def ragged_prefill(
@@ -137,7 +139,7 @@ def merge_states(
         out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
     if lse is None:
         lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
-    torch.ops.mla_prefill.merge_states(out_a, lse_a, out_b, lse_b, out, lse)
+    _merge_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
 
 
@@ -185,7 +187,7 @@ def gather_latent(
         )
     if k_scale is not None and not isinstance(k_scale, Tensor):
         k_scale = torch.full((), k_scale, dtype=torch.float32, device=cache.device)
-    torch.ops.mla_prefill.gather_latent(cache, block_table, cu_seqlens, starts, out, k_scale, layout)
+    _gather_latent(cache, block_table, cu_seqlens, starts, out, k_scale, layout)
     return out
 
 

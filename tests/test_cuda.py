@@ -892,3 +892,38 @@ def test_under_the_sanitizer(case: Case, split_k: bool, device: str) -> None:
     assert torch.isneginf(once[1]).equal(torch.isneginf(lse.cpu()))
     attend(on_gpu, out=out, lse=lse, plan=plan)
     assert_same((out.cpu(), lse.cpu()), once)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("padding", [0, 3], ids=["packed", "unaligned"])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [(torch.bfloat16, 576), (torch.float8_e4m3fn, 576), (torch.uint8, 656)],
+    ids=["plain", "fp8_e4m3", "fp8_ds_mla"],
+)
+def test_gather_under_the_sanitizer(dtype: torch.dtype, width: int, padding: int, device: str) -> None:
+    """The last row of the cache and of the output end their allocations."""
+    rows = torch.randint(1, 100, (3, 5, width + padding), generator=torch.Generator().manual_seed(0))
+    whole = rows.to(torch.uint8).view(dtype) if dtype.itemsize == 1 else rows.to(dtype)
+    cache = whole[..., padding:]
+    table, bounds, starts = int32([2, 0, 1]).reshape(1, 3), int32([0, 12]), int32([3])
+    expected = torch.zeros(12, 576, dtype=torch.bfloat16)
+    mla_prefill.gather_latent(cache, table, bounds, starts, out=expected)
+    on_gpu = [whole.to(device)[..., padding:], *(x.to(device) for x in (table, bounds, starts))]
+    out = torch.zeros(12, 576, dtype=torch.bfloat16).to(device)
+    mla_prefill.gather_latent(*on_gpu, out=out)
+    assert torch.equal(out.cpu().view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dim", [128, 7], ids=["packed", "unaligned"])
+def test_merge_under_the_sanitizer(dim: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outs = [torch.randn(9, 5, dim, generator=generator).bfloat16() for _ in range(2)]
+    lses = [torch.randn(5, 9, generator=generator) for _ in range(2)]
+    lses[1][:, 4] = -INF
+    expected_out, expected_lse = mla_prefill.merge_states(outs[0], lses[0], outs[1], lses[1])
+    out, lse, other_out, other_lse = (x.to(device) for x in (outs[0], lses[0], outs[1], lses[1]))
+    mla_prefill.merge_states(out, lse, other_out, other_lse, out=out, lse=lse)
+    torch.testing.assert_close(out.cpu(), expected_out)
+    torch.testing.assert_close(lse.cpu(), expected_lse)

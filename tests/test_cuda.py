@@ -549,10 +549,10 @@ def test_more_pieces_than_slots(dtype: torch.dtype, device: str) -> None:
 @pytest.mark.skipif(BACKEND != "sm90", reason="this kernel cuts no keys into pieces")
 def test_pieces_whose_keys_are_far_below_the_others(dtype: torch.dtype, device: str) -> None:
     """The largest logit of each row lies in one piece, which then decides alone."""
-    for place in (0, 4999, 16_000):
+    for key in (0, 4999, 16_000):
         inputs = make_inputs(Case("peak", (20,), (17_000,), 2, False), dtype, device)
         inputs.k.mul_(0.1)
-        inputs.k[place] *= 1000
+        inputs.k[key] *= 1000
         assert_matches_oracle(inputs, *run(inputs))
 
 

@@ -58,7 +58,7 @@ inline plan::Config plan_config() {
   config.short_keys = LongTile::kTileKV;
   config.max_splits = plan::kMaxSplits;
   config.split_items = 132;
-  config.min_split_keys = 16 * LongTile::kTileKV;
+  config.min_split_keys = 32 * LongTile::kTileKV;
   return config;
 }
 

@@ -57,6 +57,16 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* at) {
   return value;
 }
 
+__device__ __forceinline__ void store_release(int32_t* at, int32_t value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ int32_t add_acquire_release(int32_t* at, int32_t value) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
+  return before;
+}
+
 // ---- named barriers, between warpgroups -----------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {

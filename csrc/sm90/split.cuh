@@ -38,22 +38,21 @@ __device__ __forceinline__ bool combine_pieces(int32_t* plan, float4* partials, 
   const bool leader = threadIdx.x % 32 == 0;
 
   // The slots are free when the item that had them before is done. Its pieces have lower tickets, so they are running.
-  if (leader) {
-    while (load_acquire(meeting) < round) __nanosleep(100);
+  if (round > 0) {
+    while (leader && load_acquire(meeting) < round) __nanosleep(100);
+    __syncwarp();
   }
-  __syncwarp();
   float4* const mine = partial_of(partials, first_slot + piece.index, warp);
 #pragma unroll
   for (int i = 0; i < kAccumulatorWords; ++i) {
     __stcg(mine + i * 32, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
   }
   __stcg(mine + kAccumulatorWords * 32, make_float4(softmax.max[0], softmax.sum[0], softmax.max[1], softmax.sum[1]));
-  __threadfence();
   __syncwarp();
   int32_t before = 0;
-  if (leader) before = atomicAdd(meeting, 1) - round;
+  if (leader) before = add_acquire_release(meeting, 1) - round;
   if (__shfl_sync(~0u, before, 0) != piece.num_splits - 1) return false;
-  __threadfence();
+  __syncwarp();
 
   float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll 4
@@ -85,13 +84,12 @@ __device__ __forceinline__ bool combine_pieces(int32_t* plan, float4* partials, 
   softmax.max[1] = top[1];
 
   // The slots are free: for the next round, or where this launch has no more, for the next launch.
-  __threadfence();
   __syncwarp();
   if (leader) {
     const int32_t pieces = plan::num_pieces(header.split_end);
     for (int i = 0; i < piece.num_splits; ++i) {
       const bool last_round = first + i + plan::kSplitSlots >= pieces;
-      __stcg(meeting + i * plan::kWarpsThatMeet, last_round ? 0 : round + kRound);
+      store_release(meeting + i * plan::kWarpsThatMeet, last_round ? 0 : round + kRound);
     }
   }
   return true;

@@ -10,10 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tests.cases import MLA, Case
-
-NOPE, ROPE, V = MLA
-SCALE = (NOPE + ROPE) ** -0.5
+from tests.cases import Case
 
 
 def flops(case: Case) -> int:
@@ -24,7 +21,7 @@ def flops(case: Case) -> int:
             pairs += sum(max(0, min(len_k, row + 1 + len_k - len_q)) for row in range(len_q))
         else:
             pairs += len_q * len_k
-    return 2 * (NOPE + ROPE + V) * case.num_heads * pairs
+    return 2 * sum(case.head_dims) * case.num_heads * pairs
 
 
 def _draw(source: random.Random, count: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -66,8 +63,8 @@ CUDA_CASES = {case.name: case for case in _cuda_cases()}
 
 @dataclass
 class Inputs:
-    """What a model has before attention, normal values: q ``[total_q, H, 192]``, k_pe ``[total_k, 64]``, and k_nope and
-    v ``[total_k, H, 128]``, strided slices of the projection's output."""
+    """What a model has before attention, normal values: q ``[total_q, H, nope + rope]``, k_pe ``[total_k, rope]``, and
+    k_nope ``[total_k, H, nope]`` and v ``[total_k, H, dim_v]``, strided slices of the projection's output."""
 
     case: Case
     q: Tensor
@@ -80,19 +77,32 @@ class Inputs:
     @staticmethod
     def of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
         generator = torch.Generator(device).manual_seed(0)
+        nope, rope, dim_v = case.head_dims
         tokens_q, tokens_k = sum(case.q_lens), sum(case.kv_lens)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device=device)
 
-        k_nope, v = normal(tokens_k, case.num_heads, NOPE + V).split([NOPE, V], dim=-1)
-        k_pe = normal(tokens_k, ROPE)
-        q = normal(tokens_q, case.num_heads, NOPE + ROPE)
+        k_nope, v = normal(tokens_k, case.num_heads, nope + dim_v).split([nope, dim_v], dim=-1)
+        k_pe = normal(tokens_k, rope)
+        q = normal(tokens_q, case.num_heads, nope + rope)
         return Inputs(case, q, k_nope, k_pe, v, *(_cumulative(x).to(device) for x in (case.q_lens, case.kv_lens)))
+
+    @property
+    def dim_qk(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def dim_v(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def scale(self) -> float:
+        return self.dim_qk**-0.5
 
     @cached_property
     def k(self) -> Tensor:
-        """``[total_k, H, 192]``, for those that need K in one piece; made at its first use, which no clock sees."""
+        """``[total_k, H, nope + rope]``, K in one piece; made at its first use, which no clock sees."""
         return concat_k(self.k_nope, self.k_pe)
 
     @cached_property
@@ -103,9 +113,10 @@ class Inputs:
 
 def concat_k(k_nope: Tensor, k_pe: Tensor) -> Tensor:
     """As vLLM's generic path does it: an empty tensor and two strided copies."""
-    k = k_nope.new_empty((*k_nope.shape[:-1], NOPE + ROPE))
-    k[..., :NOPE] = k_nope
-    k[..., NOPE:] = k_pe.unsqueeze(1)
+    nope = k_nope.shape[2]
+    k = k_nope.new_empty((*k_nope.shape[:-1], nope + k_pe.shape[1]))
+    k[..., :nope] = k_nope
+    k[..., nope:] = k_pe.unsqueeze(1)
     return k
 
 

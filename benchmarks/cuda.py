@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.cases import CUDA_CASES, Inputs, flops
-from benchmarks.options import add_common, name_list
+from benchmarks.options import add_common, head_dims, name_list
 from benchmarks.peers import Ours, Peer
 from benchmarks.peers_cuda import ConcatK, Fa3, Fa4, FlashInfer, TorchFlash, TorchMemEff, VllmFa3
 from benchmarks.peers_cudnn import Cudnn
 from benchmarks.report import chart, figures_table, progress, summary_table
 from benchmarks.timer import Run, device_seconds, host_seconds
-from tests.cases import Case
+from tests.cases import MLA, Case
 
 OURS = [
     Ours("ours", planned=True),
@@ -33,7 +35,8 @@ PEERS = {
         Fa3("fa3-autosplit", 0),
         VllmFa3("vllm-fa3", 1),
         VllmFa3("vllm-fa3-autosplit", 0),
-        FlashInfer(),
+        FlashInfer("flashinfer", "fa3"),
+        FlashInfer("flashinfer-fa2", "fa2"),
         Cudnn(),
         Fa4(),
         TorchMemEff(),
@@ -50,16 +53,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser, CUDA_CASES)
     parser.add_argument("--peers", type=name_list(PEERS), metavar="P,Q", help=f"of {', '.join(PEERS)}; default: all")
     parser.add_argument("--rounds", type=int, help="default: 45")
+    parser.add_argument("--kernel", metavar="NAME", help="of ours, forced: sm90 or sm80; default: what the op chooses")
+    parser.add_argument(
+        "--dims", type=head_dims, default=MLA, metavar="NOPE,ROPE,V", help="head dims, default: 128,64,128"
+    )
     parser.add_argument("--quick", action="store_true", help="without --peers only fa3, without --rounds 7")
 
 
 def run(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks cuda: expected a CUDA device, got none")
+    if options.kernel:
+        os.environ["MLA_PREFILL_FORCE"] = options.kernel
     defaults = QUICK if options.quick else {"peers": list(PEERS), "rounds": 45}
     rounds = options.rounds or defaults["rounds"]
     runners: list[Peer] = [*OURS, ConcatK()]
-    report = {"device": _device(), "rounds": rounds, "versions": {}, "unavailable": {}, "cases": []}
+    report = {
+        "device": _device(),
+        "rounds": rounds,
+        "kernel": options.kernel,
+        "dims": options.dims,
+        "versions": {},
+        "unavailable": {},
+        "cases": [],
+    }
     print(json.dumps(report["device"]))
     for peer in [OURS[0], *(PEERS[name] for name in options.peers or defaults["peers"])]:
         if reason := peer.unavailable():
@@ -73,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
 
     report["ceilings"] = {key: [value] for key, value in _ceilings(rounds).items()}
     for name in options.case:
-        report["cases"].append(_measure(CUDA_CASES[name], runners, rounds))
+        report["cases"].append(_measure(replace(CUDA_CASES[name], head_dims=options.dims), runners, rounds))
         print(progress(report["cases"][-1]), flush=True)
         _write(report, options.out)  # a run cut short keeps what it has
         gc.collect()

@@ -21,6 +21,15 @@ def name_list(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def head_dims(text: str) -> tuple[int, int, int]:
+    """An argparse type: ``nope,rope,v``."""
+    try:
+        nope, rope, dim_v = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected three numbers as 128,64,128, got {text!r}") from error
+    return nope, rope, dim_v
+
+
 def add_common(parser: argparse.ArgumentParser, cases: Iterable[str]) -> None:
     cases = list(cases)
     parser.add_argument("--case", type=name_list(cases), default=cases, metavar="A,B", help=f"of {', '.join(cases)}")

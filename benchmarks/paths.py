@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.cases import NOPE, ROPE, V, concat_k
+from benchmarks.cases import concat_k
 from benchmarks.peers_cuda import Fa3
-from benchmarks.steps import LATENT, StepInputs
+from benchmarks.steps import LATENT, NOPE, ROPE, SCALE, StepInputs, V
 from benchmarks.timer import Run
 from mla_prefill.backends import SplitKey
 from mla_prefill.layer import MLAAttention
@@ -217,7 +217,7 @@ class Generic:
         metadata = self.inputs.metadata
         bounds, longest = metadata.query_start_loc, metadata.max_query_len
         return self.attention.call(
-            self.inputs.q, k, self.inputs.kv[..., NOPE:], bounds, bounds, longest, longest, True
+            self.inputs.q, k, self.inputs.kv[..., NOPE:], bounds, bounds, longest, longest, True, SCALE
         )()
 
     def _gather(self, index: int) -> Tensor:
@@ -237,7 +237,7 @@ class Generic:
     def _attend_chunk(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         chunk = self.inputs.chunks[index]
         lengths = (chunk.query_start_loc, chunk.cu_seq_lens, chunk.max_query_len, chunk.max_seq_len)
-        return self.attention.call(self.inputs.q[chunk.token_slice], k, v, *lengths, False)()
+        return self.attention.call(self.inputs.q[chunk.token_slice], k, v, *lengths, False, SCALE)()
 
     def _new_state(self) -> tuple[Tensor, Tensor] | None:
         """Of all tokens; None where one chunk holds the whole context of all of them."""

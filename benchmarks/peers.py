@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import mla_prefill
-from benchmarks.cases import NOPE, ROPE, SCALE, Inputs, V
+from benchmarks.cases import Inputs
 from benchmarks.timer import Run
 
 
@@ -29,7 +29,7 @@ class Peer:
         raise NotImplementedError
 
     def state(self, result: object) -> tuple[Tensor, Tensor | None]:
-        """A call's result as out ``[total_q, H, 128]`` and natural-log lse ``[H, total_q]`` (None: not comparable)."""
+        """A call's out ``[total_q, H, dim_v]`` and natural-log lse ``[H, total_q]`` (None: not comparable)."""
         out, lse = result
         return out, lse
 
@@ -48,22 +48,23 @@ class Ours(Peer):
     def prepare(self, inputs: Inputs) -> Run:
         case = inputs.case
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k)
-        options = {"scale": SCALE, "causal": case.causal}
+        options = {"scale": inputs.scale, "causal": case.causal}
         options |= {"max_seqlen_q": max(case.q_lens), "max_seqlen_k": max(case.kv_lens)}
-        if self.split_k:
+        if self.split_k and case.head_dims[1]:
             options["k_pe"] = inputs.k_pe
         if self.planned:
             options["plan"] = mla_prefill.plan_prefill(
                 *lengths,
                 num_heads=case.num_heads,
                 causal=case.causal,
+                head_dims=case.head_dims,
                 dtype=inputs.q.dtype,
                 max_tokens_q=inputs.q.shape[0],
             )
         if inputs.q.is_cuda:
             options["return_lse"] = True  # as the peers there do
         else:  # a new output would cost page faults
-            options["out"] = inputs.q.new_zeros(inputs.q.shape[0], case.num_heads, V)
+            options["out"] = inputs.q.new_zeros(inputs.q.shape[0], case.num_heads, inputs.dim_v)
         k = inputs.k_nope if self.split_k else inputs.k
         return lambda: mla_prefill.ragged_prefill(inputs.q, k, inputs.v, *lengths, **options)
 
@@ -78,15 +79,15 @@ class Sdpa(Peer):
         self.name, self.padded, self.dense = name, padded, dense
 
     def prepare(self, inputs: Inputs) -> Run:
-        v = pad(inputs.v, (0, NOPE + ROPE - V)) if self.padded else inputs.v
+        v = pad(inputs.v, (0, inputs.dim_qk - inputs.dim_v)) if self.padded else inputs.v
         sequences = []
         for b in range(len(inputs.case.q_lens)):
             rows = slice(int(inputs.cu_seqlens_q[b]), int(inputs.cu_seqlens_q[b + 1]))
             keys = slice(int(inputs.cu_seqlens_k[b]), int(inputs.cu_seqlens_k[b + 1]))
             parts = [x.transpose(0, 1).unsqueeze(0) for x in (inputs.q[rows], inputs.k[keys], v[keys])]
             sequences.append([x.contiguous() for x in parts] if self.dense else parts)
-        causal = inputs.case.causal
-        return lambda: [scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE) for q, k, v in sequences]
+        options = {"is_causal": inputs.case.causal, "scale": inputs.scale}
+        return lambda: [scaled_dot_product_attention(q, k, v, **options) for q, k, v in sequences]
 
 
 CPU_PEERS = [

@@ -1,4 +1,4 @@
-"""Attention libraries that run q/k head dim 192 with v head dim 128 on a GPU. Each is optional.
+"""Attention libraries that run q/k head dim 192 with v head dim 128 on a GPU, some other dims too. Each is optional.
 
 They get K concatenated and V contiguous ready-made; all return the lse. A causal mask is aligned bottom-right in all.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from benchmarks.cases import NOPE, ROPE, SCALE, Inputs, V, concat_k
+from benchmarks.cases import Inputs, concat_k
 from benchmarks.peers import Peer
 from benchmarks.timer import Run
 
@@ -66,7 +66,7 @@ class Fa3(Library):
     def prepare(self, inputs: Inputs) -> Run:
         case = inputs.case
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(case.q_lens), max(case.kv_lens))
-        return self.call(inputs.q, inputs.k, inputs.v_dense, *lengths, case.causal)
+        return self.call(inputs.q, inputs.k, inputs.v_dense, *lengths, case.causal, inputs.scale)
 
     def call(
         self,
@@ -78,6 +78,7 @@ class Fa3(Library):
         max_seqlen_q: int,
         max_seqlen_k: int,
         causal: bool,
+        scale: float,
     ) -> Run:
         """Returns out and lse."""
         op = getattr(torch.ops, self.op_library).fwd.default
@@ -86,7 +87,7 @@ class Fa3(Library):
             *(cu_seqlens_q, cu_seqlens_k, None, None, None),  # cu_seqlens_k_new, seqused_q, seqused_k
             *(max_seqlen_q, max_seqlen_k),
             *(None,) * 9,  # page_table, kv_batch_idx, leftpad_k, rotary_cos, _sin, seqlens_rotary, 3 descales
-            *(SCALE, causal, -1, -1),  # no window
+            *(scale, causal, -1, -1),  # no window
             *(*self.before_splits, self.num_splits, *self.after_splits),
         )
         return lambda: op(*arguments)[:2]
@@ -110,24 +111,28 @@ class VllmFa3(Fa3):
 
 
 class FlashInfer(Library):
-    """The ragged wrapper's fa3 backend; its plan, made on the host, stays outside the clock."""
+    """The ragged wrapper with one of its backends, fa3 (wgmma) or fa2 (mma.sync); its plan, made on the host, stays
+    outside the clock."""
 
-    name, module, distribution = "flashinfer", "flashinfer", "flashinfer-python"
+    module, distribution = "flashinfer", "flashinfer-python"
     workspace_bytes = 512 << 20
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name, self.backend = name, backend
 
     def prepare(self, inputs: Inputs) -> Run:
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=inputs.q.device)
-        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
+        wrapper = self.library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=self.backend)
         case, q, k, v = inputs.case, inputs.q, inputs.k, inputs.v_dense
         wrapper.plan(
             inputs.cu_seqlens_q.cpu(),
             inputs.cu_seqlens_k.cpu(),
             case.num_heads,
             case.num_heads,
-            NOPE + ROPE,
-            head_dim_vo=V,
+            inputs.dim_qk,
+            head_dim_vo=inputs.dim_v,
             causal=case.causal,
-            sm_scale=SCALE,
+            sm_scale=inputs.scale,
             q_data_type=q.dtype,
             kv_data_type=q.dtype,
         )
@@ -150,7 +155,7 @@ class Fa4(Library):
             "cu_seqlens_k": inputs.cu_seqlens_k,
             "max_seqlen_q": max(case.q_lens),
             "max_seqlen_k": max(case.kv_lens),
-            "softmax_scale": SCALE,
+            "softmax_scale": inputs.scale,
             "causal": case.causal,
             "return_lse": True,
         }
@@ -170,7 +175,7 @@ class TorchMemEff(Peer):
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(case.q_lens), max(case.kv_lens))
         mask = 2 if case.causal else 0  # 2: bottom-right
         op = torch.ops.aten._efficient_attention_forward
-        return lambda: op(q, k, v, None, *lengths, 0.0, mask, True, scale=SCALE)[:2]
+        return lambda: op(q, k, v, None, *lengths, 0.0, mask, True, scale=inputs.scale)[:2]
 
     def state(self, result: object) -> tuple[Tensor, None]:
         return result[0][0], None  # the lse is padded per sequence
@@ -182,10 +187,15 @@ class TorchFlash(TorchMemEff):
     name = "torch-flash"
 
     def prepare(self, inputs: Inputs) -> Run:
-        case, q, k, v = inputs.case, inputs.q, inputs.k, pad(inputs.v, (0, NOPE + ROPE - V))
+        case, q, k, v = inputs.case, inputs.q, inputs.k, pad(inputs.v, (0, inputs.dim_qk - inputs.dim_v))
         lengths = (inputs.cu_seqlens_q, inputs.cu_seqlens_k, max(case.q_lens), max(case.kv_lens))
         op = torch.ops.aten._flash_attention_forward
-        return lambda: op(q, k, v, *lengths, 0.0, case.causal, False, scale=SCALE)[:2]
+
+        def run() -> tuple[Tensor, Tensor]:
+            out, lse, *_ = op(q, k, v, *lengths, 0.0, case.causal, False, scale=inputs.scale)
+            return out[..., : inputs.dim_v], lse
+
+        return run
 
     def state(self, result: object) -> tuple[Tensor, None]:
-        return result[0][..., :V], None
+        return result[0], None

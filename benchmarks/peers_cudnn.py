@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.cases import NOPE, ROPE, SCALE, Inputs, V
+from benchmarks.cases import Inputs
 from benchmarks.peers_cuda import Library
 from benchmarks.timer import Run
 
@@ -36,7 +36,8 @@ class Cudnn(Library):
     def _build(self, inputs: Inputs, ragged_stats: bool) -> Run:
         case, types = inputs.case, self.library.data_type
         batch, heads, max_q, max_k = len(case.q_lens), case.num_heads, max(case.q_lens), max(case.kv_lens)
-        out = inputs.q.new_empty(inputs.q.shape[0], heads, V)
+        dim_v = inputs.dim_v
+        out = inputs.q.new_empty(inputs.q.shape[0], heads, dim_v)
         io_type = types.BFLOAT16 if inputs.q.dtype == torch.bfloat16 else types.HALF
         graph = self.library.pygraph(
             io_data_type=io_type,
@@ -44,7 +45,7 @@ class Cudnn(Library):
             compute_data_type=types.FLOAT,
             handle=self.handle,
         )
-        wide = max(inputs.q.shape[0], inputs.k.shape[0]) * heads * (NOPE + ROPE) >= 2**31
+        wide = max(inputs.q.shape[0], inputs.k.shape[0]) * heads * inputs.dim_qk >= 2**31
         pack = {}
 
         def per_sequence(name: str, values: Tensor, wide: bool = False) -> object:
@@ -79,14 +80,15 @@ class Cudnn(Library):
             k=operand("k", inputs.k, max_k, inputs.cu_seqlens_k),
             v=operand("v", inputs.v_dense, max_k, inputs.cu_seqlens_k),
             generate_stats=True,
-            attn_scale=SCALE,
+            attn_scale=inputs.scale,
             use_padding_mask=True,
             seq_len_q=per_sequence("len_q", inputs.cu_seqlens_q.diff()),
             seq_len_kv=per_sequence("len_k", inputs.cu_seqlens_k.diff()),
             **mask,
         )
-        result.set_output(True).set_dim([batch, heads, max_q, V]).set_stride([max_q * heads * V, V, heads * V, 1])
-        pack[ragged(result, "out_offset", inputs.cu_seqlens_q, heads * V)] = out
+        row = heads * dim_v
+        result.set_output(True).set_dim([batch, heads, max_q, dim_v]).set_stride([max_q * row, dim_v, row, 1])
+        pack[ragged(result, "out_offset", inputs.cu_seqlens_q, row)] = out
         stats.set_output(True).set_dim([batch, heads, max_q, 1]).set_data_type(types.FLOAT)
         if ragged_stats:
             lse = torch.empty(inputs.q.shape[0], heads, dtype=torch.float32, device=out.device)

@@ -11,14 +11,16 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
-from benchmarks.cases import NOPE, ROPE, SCALE, V
 from mla_prefill.backends import NativePrefillBackend
 from mla_prefill.cli.scheduler import Scheduler
 from mla_prefill.cli.trace import read_trace
 from mla_prefill.forward_context import EngineConfig
 from mla_prefill.layer import MLAAttention
 from mla_prefill.metadata import MLAMetadataBuilder, PrefillContextChunk, PrefillMetadata
+from tests.cases import MLA
 
+NOPE, ROPE, V = MLA
+SCALE = (NOPE + ROPE) ** -0.5
 LATENT = 512
 BLOCK_SIZE = 64
 TRACE_BUDGET = 8192  # new tokens per step

@@ -26,7 +26,7 @@ PEERS = {
         Fa3("fa3-autosplit", 0),
         VllmFa3("vllm-fa3", 1),
         VllmFa3("vllm-fa3-autosplit", 0),
-        FlashInfer(),
+        FlashInfer("flashinfer", "fa3"),
     )
 }
 TARGET = 1.25

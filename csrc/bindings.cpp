@@ -8,8 +8,11 @@
 #include <vector>
 
 #include "cpu/cpu.h"
+#include "cuda_kernels.h"
 #include "hip/config.h"
 #include "plan/plan.h"
+#include "sm80/arguments.h"
+#include "sm80/config.h"
 #include "sm90/config.h"
 
 namespace py = pybind11;
@@ -23,8 +26,16 @@ py::dict build_info() {
   info["backends"] = MLA_PREFILL_BACKENDS;
   info["built_with_torch"] = MLA_PREFILL_TORCH;
   info["runs_with_torch"] = ">=2.11";
+  info["cuda_architectures"] = MLA_PREFILL_CUDA_ARCHS;
   info["compiler"] = __VERSION__;
   return info;
+}
+
+bool is_built(const char* backend) {
+  for (const std::string& built : cuda::split(MLA_PREFILL_BACKENDS)) {
+    if (built == backend) return true;
+  }
+  return false;
 }
 
 py::list kernel_table() {
@@ -39,7 +50,7 @@ py::list kernel_table() {
     row["reason"] = isa.reason;
     table.append(row);
   }
-  if (std::string(MLA_PREFILL_BACKENDS).find("sm90") != std::string::npos) {
+  if (is_built("sm90")) {
     for (const char* dtype : {"bfloat16", "float16"}) {
       py::dict row;
       row["backend"] = "sm90";
@@ -50,7 +61,18 @@ py::list kernel_table() {
       table.append(row);
     }
   }
-  if (std::string(MLA_PREFILL_BACKENDS).find("hip") != std::string::npos) {
+  if (is_built("sm80")) {
+    for (const char* dtype : {"bfloat16", "float16"}) {
+      py::dict row;
+      row["backend"] = "sm80";
+      row["dtypes"] = dtype;
+      row["head_dims"] = "multiples of 8 up to 256";
+      row["detail"] = "tiles of 64 or 128 x 48 or 64";
+      row["compute_capability"] = cuda::capabilities_of(MLA_PREFILL_CUDA_ARCHS);
+      table.append(row);
+    }
+  }
+  if (is_built("hip")) {
     for (const char* dtype : {"bfloat16", "float16"}) {
       py::dict row;
       row["backend"] = "hip";
@@ -64,18 +86,30 @@ py::list kernel_table() {
   return table;
 }
 
-plan::Config config_of(const std::string& backend) {
+// Names of the CUDA kernels that this build has for a compute capability, the preferred one first, or why there is
+// none.
+std::tuple<std::vector<std::string>, std::string> cuda_kernels(int major, int minor, const std::string& forced) {
+  const cuda::Kernels found = cuda::kernels_for(MLA_PREFILL_BACKENDS, MLA_PREFILL_CUDA_ARCHS, forced, major, minor);
+  std::vector<std::string> names;
+  for (const cuda::Kernel kernel : found.kernels) names.push_back(cuda::name_of(kernel));
+  return {names, found.reason};
+}
+
+constexpr int32_t kHopperSharedBytes = 227 * 1024;  // of a CTA
+
+plan::Config config_of(const std::string& backend, int32_t dim_qk, int32_t dim_v, int32_t shared_bytes) {
   if (backend == "cpu") return cpu::plan_config();
   if (backend == "sm90") return sm90::plan_config();
+  if (backend == "sm80") return sm80::plan_config(dim_qk, dim_v, shared_bytes);
   if (backend == "hip") return hip::plan_config();
-  throw std::invalid_argument("backend: expected 'cpu', 'sm90' or 'hip', got '" + backend + "'");
+  throw std::invalid_argument("backend: expected 'cpu', 'sm90', 'sm80' or 'hip', got '" + backend + "'");
 }
 
 using Item = std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t, int32_t>;
 
 std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std::vector<int32_t>& cu_seqlens_k,
                              int32_t num_heads, bool causal, int32_t dim_nope, int32_t dim_rope, int32_t dim_v,
-                             const std::string& backend) {
+                             const std::string& backend, int32_t shared_bytes) {
   const auto expect = [](bool ok, const std::string& message) {
     if (!ok) throw std::invalid_argument(message);
   };
@@ -100,13 +134,16 @@ std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std
                                  causal,
                                  (dim_nope + dim_rope + dim_v) * kElementBytes};
   std::vector<Item> items;
-  for (const plan::WorkItem& i : plan::make_items(config_of(backend), problem)) {
+  const plan::Config config = config_of(backend, dim_nope + dim_rope, dim_v, shared_bytes);
+  for (const plan::WorkItem& i : plan::make_items(config, problem)) {
     items.emplace_back(i.seq, i.q_begin, i.q_rows, i.kv_begin, i.kv_end, i.head_begin, i.head_count, i.num_splits);
   }
   return items;
 }
 
-int64_t item_cost(int32_t keys, const std::string& backend) { return plan::item_cost(config_of(backend), keys); }
+int64_t item_cost(int32_t keys, const std::string& backend) {
+  return plan::item_cost(config_of(backend, sm90::kHeadDimQK, sm90::kHeadDimV, kHopperSharedBytes), keys);
+}
 
 }  // namespace
 
@@ -115,10 +152,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "What this build is made of.");
   m.def("kernel_table", &kernel_table,
         "The compiled kernels; for those of the CPU also whether this machine runs them and why not.");
+  m.def(
+      "cuda_kernels", &cuda_kernels, py::arg("major"), py::arg("minor"), py::arg("forced") = "",
+      "(names, reason): the CUDA kernels that this build has for a compute capability, the preferred one first, or why "
+      "there is none. `forced` is a value of MLA_PREFILL_FORCE.");
   m.def("plan_items", &plan_items, py::arg("cu_seqlens_q"), py::arg("cu_seqlens_k"), py::arg("num_heads"),
         py::arg("causal"), py::arg("dim_nope"), py::arg("dim_rope"), py::arg("dim_v"), py::arg("backend") = "cpu",
+        py::arg("shared_bytes") = kHopperSharedBytes,
         "A backend's work list for bfloat16: tuples (seq, q_begin, q_rows, kv_begin, kv_end, head_begin, "
-        "head_count, num_splits) in the order in which they start.");
+        "head_count, num_splits) in the order in which they start. `shared_bytes`: of a CTA, on the sm80 backend's "
+        "device.");
   m.def("item_cost", &item_cost, py::arg("keys"), py::arg("backend") = "cpu",
         "Modelled time of one head of an item that reads `keys` keys, in key tiles.");
 }

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from helpers import has_kernel
+from helpers import GPU_KERNELS, gpu_kernels, has_kernel, use_kernel
 from hypothesis import settings
 
 # Derandomized, so that a run in CI says something about the change; HYPOTHESIS_PROFILE=explore looks further.
@@ -12,7 +12,8 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None, 
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # adding one here adds it to every test
+# Adding one here adds it to every test.
+DEVICES = ["cpu", *(pytest.param(f"cuda-{name}", marks=pytest.mark.gpu) for name in GPU_KERNELS)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -21,11 +22,8 @@ def why_no_cuda() -> str | None:
         return "no CUDA device"
     if not has_kernel("ragged_prefill", "cuda"):
         return "this build has no CUDA kernel"
-    if torch.version.hip:
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"the CUDA kernel is for compute capability 9.0, this device has {major}.{minor}"
+    if not gpu_kernels():
+        return "this build has no kernel for compute capability {}.{}".format(*torch.cuda.get_device_capability())
     return None
 
 
@@ -41,9 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    """Every device that a test's tensors may live on."""
-    return request.param
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every device that a test's tensors may live on, a GPU once for each of its kernels."""
+    name, _, kernel = request.param.partition("-")
+    if kernel:
+        use_kernel(kernel, monkeypatch)
+    return name
 
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -26,6 +28,30 @@ def has_kernel(op: str, device: str) -> bool:
     """Whether the dispatcher has a kernel of ``torch.ops.mla_prefill.<op>`` for tensors on this device."""
     key = torch.device(device).type.upper()
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"mla_prefill::{op}", key)
+
+
+GPU_KERNELS = ("hip",) if torch.version.hip else ("sm90", "sm80")
+
+
+def gpu_kernels() -> list[str]:
+    """Those of ragged_prefill that a call may take on this device, the preferred one first."""
+    if torch.version.hip:
+        return ["hip"]
+    capability, forced = torch.cuda.get_device_capability(), os.environ.get("MLA_PREFILL_FORCE", "")
+    try:
+        return import_module("mla_prefill._C").cuda_kernels(*capability, forced)[0]
+    except ImportError:  # it belongs to one Python version, the kernels to none: then those of a whole build
+        built = ["sm90", "sm80"] if capability == (9, 0) else ["sm80"]
+        return [name for name in built if forced in ("", name)]
+
+
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, ragged_prefill on a GPU is this kernel or a refusal."""
+    monkeypatch.delenv("MLA_PREFILL_FORCE", raising=False)
+    if name not in gpu_kernels():
+        pytest.skip(f"no {name} kernel for this device")
+    if name != "hip":
+        monkeypatch.setenv("MLA_PREFILL_FORCE", name)
 
 
 def skip_without_kernel(op: str, device: str) -> None:
@@ -73,10 +99,10 @@ def embed(
 
     ``head_major``: the first two dimensions swapped in memory (what a batched GEMM gives); ``odd_offset``: not even
     4-byte aligned for 2-byte elements; ``sliced``: a part of wider rows (a fused projection's output);
-    ``padded_rows``: extra elements between rows only. The extra is an odd number of elements on the CPU and 16 bytes
-    of 2-byte elements on a GPU, whose kernel refuses less.
+    ``padded_rows``: extra elements between rows only. The extra is an odd number of elements, but 16 bytes of 2-byte
+    elements for a GPU kernel that refuses less.
     """
-    extra = 5 if torch.device(device).type == "cpu" else 8
+    extra = 5 if torch.device(device).type == "cpu" or gpu_kernels() == ["sm80"] else 8
     order = [1, 0, *range(2, len(shape))] if layout == "head_major" and len(shape) == 3 else list(range(len(shape)))
     strides, step = [0] * len(shape), 1
     for dim in reversed(order):
@@ -258,15 +284,22 @@ def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
     """What the GPU kernel's message must begin with where it can't take the call: the first argument of this kind."""
     if inputs.q.device.type == "cpu":
         return None
+    refused = [refused_by(kernel, inputs, out) for kernel in gpu_kernels()]
+    return None if None in refused else refused[-1]
+
+
+def refused_by(kernel: str, inputs: Inputs, out: Tensor) -> str | None:
     if inputs.q.dtype not in (torch.bfloat16, torch.float16):
         return "q"
-    nope, rope, dim_v = MLA
     dims = (inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2])
+    if kernel == "sm80":
+        return "head dims" if any(dim > 256 or dim % 8 for dim in dims) else None
+    nope, rope, dim_v = MLA
     if dims != (nope + rope, nope + rope if inputs.k_pe is None else nope, dim_v):
         return "head dims"
     if not inputs.scale > 0:
         return "scale"
-    alignment = 4 if torch.version.hip else 16
+    alignment = 4 if kernel == "hip" else 16
     for name, x in (("q", inputs.q), ("k", inputs.k), ("k_pe", inputs.k_pe), ("v", inputs.v), ("out", out)):
         if x is None:
             continue
@@ -279,7 +312,7 @@ def refused_argument(inputs: Inputs, out: Tensor) -> str | None:
 def assert_refused_by_kernel(argument: str, inputs: Inputs, out: Tensor, lse: Tensor, **options: object) -> str:
     """The message. Nothing may have been written, and the device must be well."""
     before = out.clone(), lse.clone()
-    with pytest.raises(RuntimeError, match=rf"^{argument}: expected .* \((sm90|hip) kernel\), got ") as caught:
+    with pytest.raises(RuntimeError, match=rf"^{argument}: expected .* \((sm90|sm80|hip) kernel\), got ") as caught:
         mla_prefill.ragged_prefill(**inputs.kwargs(), out=out, lse=lse, **options)
     torch.cuda.synchronize()
     assert_same_bits(out, before[0])

@@ -31,6 +31,8 @@ from mla_prefill.forward_context import AttentionConfig, DeviceConfig, EngineCon
 
 DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 GLM = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+MINICPM = MLADimensions(qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+ODD = MLADimensions(qk_nope_head_dim=100, qk_rope_head_dim=64, v_head_dim=128)
 AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
 CUSTOM = MLAPrefillBackendEnum.CUSTOM
 ADAPTERS = ("FLASH_ATTN", "FLASHINFER", "TRTLLM_RAGGED")
@@ -61,9 +63,10 @@ def registry_as_it_was() -> Iterator[None]:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the selector believes to be there: ``capability``, and whether libraries and CUDA kernels are installed."""
-    fake = SimpleNamespace(capability=None, libraries=True, cuda_build=True)
+    fake = SimpleNamespace(capability=None, libraries=True, cuda_build=True, kernels=(["sm90", "sm80"], ""))
     monkeypatch.setattr(selector, "device_capability", lambda device=None: fake.capability)
     monkeypatch.setattr(native, "_has_cuda_kernel", lambda: fake.cuda_build)
+    monkeypatch.setattr(native, "_cuda_kernels", lambda capability: fake.kernels)
     for name in ADAPTERS:
         backend_class = MLAPrefillBackendEnum[name].get_class()
         missing = classmethod(lambda cls: None if fake.libraries else "package: expected it, got none")
@@ -204,13 +207,16 @@ def test_members_cross_process_boundaries_by_name() -> None:
         ("NATIVE", None, torch.float32, GLM, []),
         ("NATIVE", HOPPER, torch.float16, DEEPSEEK, []),
         ("NATIVE", HOPPER, None, None, []),
-        ("NATIVE", AMPERE, torch.bfloat16, DEEPSEEK, ["compute capability: expected 9.0 or the CPU, got 8.0"]),
+        ("NATIVE", HOPPER, torch.bfloat16, GLM, []),
+        ("NATIVE", AMPERE, torch.bfloat16, DEEPSEEK, []),
+        ("NATIVE", BLACKWELL, torch.float16, MINICPM, []),
+        ("NATIVE", (7, 5), torch.float16, DEEPSEEK, ["compute capability: expected 8.0 and above or the CPU, got 7.5"]),
         (
             "NATIVE",
             HOPPER,
             torch.float32,
-            GLM,
-            ["dtype: .* on a GPU, got torch.float32", r"dims .* got \(192, 64, 256"],
+            ODD,
+            ["dtype: .* on a GPU, got torch.float32", r"dims .* got \(100, 64, 128"],
         ),
         ("NATIVE", None, torch.float64, DEEPSEEK, ["dtype: expected one of .*, got torch.float64"]),
         ("FLASH_ATTN", HOPPER, torch.bfloat16, GLM, []),
@@ -246,6 +252,45 @@ def test_a_build_without_cuda_kernels(device) -> None:
     device.cuda_build = False
     (reason,) = NativePrefillBackend.validate_configuration(HOPPER, MLAPrefillSelectorConfig())
     assert reason.startswith("build: expected one with CUDA kernels, got")
+
+
+def test_a_build_without_code_for_the_device(device) -> None:
+    """Said before the first launch, in the words of the op."""
+    device.kernels = [], "device: expected compute capability 9.0 (sm90 kernel), got 8.0"
+    (reason,) = NativePrefillBackend.validate_configuration(AMPERE, MLAPrefillSelectorConfig(torch.bfloat16, DEEPSEEK))
+    assert reason == "build: device: expected compute capability 9.0 (sm90 kernel), got 8.0"
+
+
+@pytest.mark.parametrize(
+    ("forced", "dims", "suits"),
+    [
+        ("sm90", DEEPSEEK, True),
+        ("sm90", GLM, False),
+        ("sm80", DEEPSEEK, True),
+        ("sm80", GLM, True),
+        ("sm80", ODD, False),
+    ],
+)
+def test_dims_of_the_kernels_that_there_are(device, forced: str, dims: MLADimensions, suits: bool) -> None:
+    device.kernels = [forced], ""
+    reasons = NativePrefillBackend.validate_configuration(HOPPER, MLAPrefillSelectorConfig(torch.bfloat16, dims))
+    assert not reasons if suits else reasons[0].startswith("dims (qk_nope, qk_rope, v): expected ")
+
+
+def test_kernels_of_this_build_and_the_forced_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA_PREFILL_FORCE, as the ops read it."""
+    binding = pytest.importorskip("mla_prefill._C")
+    built = [name for name in ("sm90", "sm80") if name in binding.build_info()["backends"].split(",")]
+    monkeypatch.delenv("MLA_PREFILL_FORCE", raising=False)
+    names, reason = native._cuda_kernels(HOPPER)
+    assert names == built and bool(reason) == (not built)
+    for name in built:
+        monkeypatch.setenv("MLA_PREFILL_FORCE", name)
+        assert native._cuda_kernels(HOPPER) == ([name], "")
+    monkeypatch.setenv("MLA_PREFILL_FORCE", "sm70")
+    names, reason = native._cuda_kernels(HOPPER)
+    assert names == [] and re.fullmatch(r"MLA_PREFILL_FORCE: expected .+, got sm70", reason)
+    assert binding.cuda_kernels(7, 5)[0] == [] and "got 7.5" in binding.cuda_kernels(7, 5)[1]
 
 
 def test_an_amd_gpu_is_no_hopper(device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +347,10 @@ def test_a_missing_library_is_named(name: str) -> None:
         (HOPPER, DEEPSEEK, torch.bfloat16, "NATIVE"),
         (HOPPER, GLM, torch.bfloat16, "FLASH_ATTN"),
         (HOPPER, DEEPSEEK, torch.float32, "SDPA"),
-        (AMPERE, DEEPSEEK, torch.bfloat16, "FLASH_ATTN"),
+        (AMPERE, DEEPSEEK, torch.bfloat16, "NATIVE"),
         (BLACKWELL, DEEPSEEK, torch.bfloat16, "FLASH_ATTN"),
         (BLACKWELL, GLM, torch.bfloat16, "TRTLLM_RAGGED"),
+        ((12, 0), MINICPM, torch.bfloat16, "NATIVE"),
         ((7, 5), DEEPSEEK, torch.float16, "SDPA"),
     ],
 )
@@ -313,9 +359,15 @@ def test_choice_by_priority(device, capability, dims, dtype, expected) -> None:
     assert get_mla_prefill_backend(config(dims, dtype)).get_name() == expected
 
 
-def test_without_libraries_torch_remains(device, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("capability", "dims"), [(BLACKWELL, DEEPSEEK), (HOPPER, GLM)])
+def test_without_libraries_the_portable_kernel_serves(device, capability, dims) -> None:
+    device.capability, device.libraries = capability, False
+    assert get_mla_prefill_backend(config(dims)).get_name() == "NATIVE"
+
+
+def test_without_kernels_torch_remains(device, caplog: pytest.LogCaptureFixture) -> None:
     """Not in silence: it is much slower."""
-    device.capability, device.libraries = BLACKWELL, False
+    device.capability, device.libraries, device.cuda_build = BLACKWELL, False, False
     with caplog.at_level(logging.INFO, "mla_prefill"):
         assert get_mla_prefill_backend(config()) is SdpaPrefillBackend
     (record,) = caplog.records
@@ -373,7 +425,7 @@ def test_a_choice_is_made_once_for_a_configuration(device, monkeypatch: pytest.M
     for _ in range(3):
         get_mla_prefill_backend(config())
     assert len(calls) == 1
-    device.capability = HOPPER
+    device.capability = AMPERE
     get_mla_prefill_backend(config())
     get_mla_prefill_backend(config(), mla_dimensions=GLM)
     assert len(calls) == 3

@@ -11,7 +11,9 @@ import pytest
 import torch
 from cases import HEAD_DIMS, MLA, Case
 from helpers import (
+    GPU_KERNELS,
     INF,
+    LAYOUTS,
     NAN,
     Inputs,
     accumulate,
@@ -20,6 +22,7 @@ from helpers import (
     assert_same_bits,
     check,
     cu_seqlens,
+    gpu_kernels,
     int32,
     make_inputs,
     merge_in,
@@ -28,6 +31,7 @@ from helpers import (
     quantize,
     run,
     skip_without_memory,
+    use_kernel,
 )
 
 import mla_prefill
@@ -37,11 +41,10 @@ pytestmark = pytest.mark.gpu
 
 State = tuple[torch.Tensor, torch.Tensor]
 
-# Sequences of at most 128 keys take the kernel of small tiles, the others that of large ones.
+# On Hopper, sequences of at most 128 keys take the kernel of small tiles, the others that of large ones.
 MIXED = Case("mixed", (128, 1, 0, 64, 300, 7, 500, 33, 129, 40), (1100, 64, 9, 128, 300, 0, 500, 129, 127, 20), 5, True)
 LONG = Case("long", (600, 70), (2500, 4000), 4, True)
 SHORT = Case("short", tuple(1 + i * 7 % 65 for i in range(300)), tuple(i * 13 % 129 for i in range(300)), 3, True)
-BACKEND = "hip" if torch.version.hip else "sm90"
 BOTH_MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 # Few queries on long contexts: 2, 1, 4, 16, 1 and 2 pieces.
 SPLIT = Case("split", (100, 0, 300, 1, 40, 130), (8500, 700, 17000, 66000, 100, 9001), 3, True)
@@ -57,13 +60,20 @@ CASES = pytest.mark.parametrize(
     ],
     ids=str,
 )
-LAYOUTS = ("dense", "head_major", "sliced", "padded_rows")
+ALIGNED_LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "odd_offset")  # for every kernel
 
 SLEEP = 300_000_000  # clock cycles for torch.cuda._sleep: longer than any of these tests takes to enqueue its work
 
 
+@pytest.fixture(params=GPU_KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel that every call of the test takes."""
+    use_kernel(request.param, monkeypatch)
+    return request.param
+
+
 @pytest.fixture
-def device() -> str:
+def device(kernel: str) -> str:
     return "cuda"
 
 
@@ -92,12 +102,13 @@ def projected(inputs: Inputs) -> Inputs:
 
 
 def plan_of(inputs: Inputs, **options: object) -> PrefillPlan:
+    nope = inputs.k.shape[2]
     return plan_prefill(
         inputs.cu_seqlens_q,
         inputs.cu_seqlens_k,
         num_heads=inputs.q.shape[1],
         causal=inputs.causal,
-        head_dims=MLA,
+        head_dims=(nope, inputs.q.shape[2] - nope, inputs.v.shape[2]),
         dtype=inputs.q.dtype,
         **{"max_tokens_q": inputs.q.shape[0], **options},
     )
@@ -159,6 +170,119 @@ def test_strides_of_one_row_or_head_are_free(dtype: torch.dtype, device: str) ->
         return x.as_strided(x.shape, strides)
 
     assert_same(run(inputs.map_tensors(odd, "q", "k", "v", "k_pe")), check(inputs))
+
+
+# ---- the portable kernel ---------------------------------------------------------------------------------------------
+
+PORTABLE_DIMS = (
+    *(dims for dims in HEAD_DIMS.values() if dims != MLA),
+    (64, 32, 64),  # MiniCPM3
+    (64, 0, 64),
+    (128, 0, 128),
+    (128, 64, 64),
+    (64, 128, 128),
+    (192, 0, 128),
+    (8, 0, 8),  # from here on: padded in shared memory
+    (16, 8, 24),
+    (40, 40, 72),
+    (72, 24, 40),
+    (104, 16, 128),
+    (136, 48, 120),
+    (200, 24, 136),
+    (24, 16, 256),
+)
+ODD_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 257)
+EDGES = Case("edges", ODD_LENGTHS, tuple(ODD_LENGTHS[(5 * i + 3) % 15] for i in range(15)), 2, True)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> str:
+    use_kernel("sm80", monkeypatch)
+    return "cuda"
+
+
+@pytest.mark.parametrize("split_k", [True, False], ids=["split_k", "joined_k"])
+@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
+@BOTH_MASKS
+def test_other_head_dims(
+    causal: bool, dims: tuple[int, int, int], split_k: bool, dtype: torch.dtype, portable: str
+) -> None:
+    for case in (EDGES, MIXED):
+        case = replace(case, causal=causal, head_dims=dims)
+        inputs = make_inputs(case, dtype, portable, layout="projection", split_k=split_k)
+        expected = check(inputs)
+        assert_same(run(inputs, plan=plan_of(inputs)), expected)
+
+
+@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
+def test_layouts_of_other_head_dims(dims: tuple[int, int, int], dtype: torch.dtype, portable: str) -> None:
+    case = replace(EDGES, head_dims=dims)
+    expected = run(make_inputs(case, dtype, portable))
+    for layout in LAYOUTS:
+        assert_same(run(make_inputs(case, dtype, portable, layout=layout), out_layout=layout), expected)
+
+
+@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
+def test_state_and_isolation_of_other_head_dims(dims: tuple[int, int, int], dtype: torch.dtype, portable: str) -> None:
+    """Batch invariance, NaN all around, and chunks folded into a running state, in every kernel variant."""
+    case = Case("other", (128, 1, 0, 64, 130, 7), (300, 64, 9, 128, 0, 257), 5, True, dims)
+    inputs = make_inputs(case, dtype, portable)
+    out, lse = run(inputs)
+    amid_nan = run(make_inputs(case, dtype, portable, before=3, after=70, outside=NAN))
+    assert_same((amid_nan[0][3:-70], amid_nan[1][:, 3:-70]), (out, lse))
+    for index, (rows, _) in enumerate(inputs.bounds()):
+        assert_same(run(inputs.sequence(index)), (out[rows], lse[:, rows]))
+    passes = partial_passes(inputs, 3)
+    results = [accumulate(passes, layout) for layout in LAYOUTS]
+    assert_matches_oracle(inputs, *results[0], passes=len(passes))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@CASES
+def test_any_kernel_walks_over_any_plan(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan_prefill does not see the tensors, so the kernel may turn out to be another than it was made for. Its tiles are
+    the plan's then, so the bits may differ."""
+    inputs = make_inputs(case, dtype, "cuda")
+    kernels = gpu_kernels()
+    if len(kernels) < 2:
+        pytest.skip("one kernel for this device")
+    plans = {}
+    for kernel in kernels:
+        use_kernel(kernel, monkeypatch)
+        plans[kernel] = plan_of(inputs)
+    for kernel in kernels:
+        use_kernel(kernel, monkeypatch)
+        for plan in plans.values():
+            once = run(inputs, plan=plan)
+            assert_matches_oracle(inputs, *once)
+            assert_same(run(inputs, plan=plan), once)
+        assert_same(run(inputs, plan=plans[kernel]), run(inputs))
+
+
+def test_what_the_hopper_kernel_refuses_the_portable_one_computes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a plan that was made for the other, too. Nothing is forced."""
+    monkeypatch.delenv("MLA_PREFILL_FORCE", raising=False)
+    if "sm80" not in gpu_kernels():
+        pytest.skip("no sm80 kernel for this device")
+    inputs = make_inputs(MIXED, dtype, "cuda", layout="odd_offset")
+    plan = plan_of(inputs)
+    got, planned = check(inputs), run(inputs, plan=plan)
+    use_kernel("sm80", monkeypatch)
+    assert_same(got, run(inputs))
+    assert_same(planned, got)
+
+
+def test_an_unknown_kernel_can_not_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.version.hip:
+        pytest.skip("one kernel for AMD GPUs")
+    inputs = make_inputs(MIXED, torch.bfloat16, "cuda")
+    monkeypatch.setenv("MLA_PREFILL_FORCE", "sm70")
+    for call in (attend, plan_of):
+        with pytest.raises(RuntimeError, match=r"^MLA_PREFILL_FORCE: expected sm.*, got sm70"):
+            call(inputs)
 
 
 # ---- large logits ----------------------------------------------------------------------------------------------------
@@ -357,11 +481,16 @@ def test_A10_tensors_of_more_than_2_31_elements(split_k: bool, device: str, larg
     assert lse[:, :first].isnan().all() and all(out[at : at + 2**16].isnan().all() for at in range(0, first, 2**16))
 
 
-def test_A10_a_stride_that_TMA_can_not_take(device: str, large_memory: None) -> None:
+def test_A10_a_stride_that_TMA_can_not_take(kernel: str, device: str, large_memory: None) -> None:
     inputs = make_inputs(Case("A10", (2,), (5,), 1, True), torch.bfloat16, device)
     buffer = torch.empty(2**33 + 192, dtype=torch.bfloat16, device=device)
     far = replace(inputs, q=buffer.as_strided((2, 1, 192), (2**33, 192, 1)))
-    assert_refused_by_kernel("q", far, *run(inputs))
+    far.q.copy_(inputs.q)
+    expected = run(inputs)
+    if kernel == "sm80":
+        assert_same(run(far), expected)
+    else:
+        assert_refused_by_kernel("q", far, *expected)
 
 
 # ---- accumulate ------------------------------------------------------------------------------------------------------
@@ -369,11 +498,11 @@ def test_A10_a_stride_that_TMA_can_not_take(device: str, large_memory: None) -> 
 
 @BOTH_MASKS
 @pytest.mark.parametrize("num_chunks", [2, 7])
-def test_chunks_add_up_to_one_pass(num_chunks: int, causal: bool, dtype: torch.dtype, device: str) -> None:
+def test_chunks_add_up_to_one_pass(num_chunks: int, causal: bool, dtype: torch.dtype, kernel: str, device: str) -> None:
     case = Case("chunks", (300, 64, 1, 129, 40), (3000, 700, 2000, 129, 20), 4, causal)
     inputs = make_inputs(case, dtype, device, layout="projection")
     passes = partial_passes(inputs, num_chunks)
-    results = [accumulate(passes, layout) for layout in LAYOUTS]
+    results = [accumulate(passes, layout) for layout in (LAYOUTS if kernel == "sm80" else ALIGNED_LAYOUTS)]
     assert_matches_oracle(inputs, *results[0], passes=len(passes))
     for other in results[1:]:
         assert_same(other, results[0])
@@ -442,10 +571,15 @@ def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
     return (below(300) * ~chance(0.2)).tolist(), keys.tolist()
 
 
-def assert_host_plans_the_same(q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool) -> None:
+TILES = {"sm90": (128, 128), "sm80": (128, 64), "hip": (128, 32)}  # of the plan for MLA's dims, query rows and keys
+
+
+def assert_host_plans_the_same(
+    kernel: str, q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool
+) -> None:
     binding = pytest.importorskip("mla_prefill._C")
     bounds = [cu_seqlens(lens, start=start) for lens, start in ((q_lens, 5), (kv_lens, 0))]
-    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend=BACKEND)
+    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend=kernel)
     expected = torch.tensor(host, dtype=torch.int32).reshape(-1, ITEM_INTS)
     plan = plan_prefill(
         *(int32(x.tolist(), "cuda") for x in bounds), num_heads=num_heads, causal=causal, max_tokens_q=sum(q_lens)
@@ -456,19 +590,29 @@ def assert_host_plans_the_same(q_lens: Sequence[int], kv_lens: Sequence[int], nu
     version, _, capacity, batch, heads, mask, tile_q, tile_kv, first_short, *rest = got[:HEADER_INTS].tolist()
     split_end, counters = rest[:4], rest[4:]
     assert (capacity, batch, heads, bool(mask)) == (plan.capacity, len(q_lens), num_heads, causal)
-    assert version >= 1 and (tile_q, tile_kv) == (128, 128) and not any(counters)
+    assert version >= 1 and (tile_q, tile_kv) == TILES[kernel] and not any(counters)
     assert not got[HEADER_INTS:ITEMS_BEGIN].any()
     splits = expected[:, 7].tolist()
     assert splits == sorted(splits, reverse=True)
     assert split_end == [sum(split >= pieces for split in splits) for pieces in (16, 8, 4, 2)]
-    short = torch.tensor([*kv_lens, 0])[expected[:, 0].long()] <= SHORT_KEYS
+    short_keys = SHORT_KEYS if kernel == "sm90" else -1
+    short = torch.tensor([*kv_lens, 0])[expected[:, 0].long()] <= short_keys
     assert not short[:first_short].any() and short[first_short:].all()
+
+
+@pytest.fixture
+def large_sm() -> None:
+    """The tiles above are those of an SM with Hopper's shared memory."""
+    if torch.version.hip is None and torch.cuda.get_device_properties(0).shared_memory_per_block_optin < 227 * 1024:
+        pytest.skip("a device with less shared memory has other tiles")
 
 
 @pytest.mark.parametrize(("num_heads", "causal"), [(1, True), (5, False), (16, True)])
 @pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 1023, 1024, 1025, 5000])
-def test_device_planner_is_the_host_planner(batch: int, num_heads: int, causal: bool) -> None:
-    assert_host_plans_the_same(*random_lens(batch, seed=batch), num_heads, causal)
+def test_device_planner_is_the_host_planner(
+    batch: int, num_heads: int, causal: bool, kernel: str, large_sm: None
+) -> None:
+    assert_host_plans_the_same(kernel, *random_lens(batch, seed=batch), num_heads, causal)
 
 
 @pytest.mark.parametrize(
@@ -482,18 +626,18 @@ def test_device_planner_is_the_host_planner(batch: int, num_heads: int, causal: 
     ],
     ids=["no_rows", "last_only", "equal", "around_short", "one_huge"],
 )
-def test_planners_agree_on_odd_batches(q_lens: list[int], kv_lens: list[int]) -> None:
+def test_planners_agree_on_odd_batches(q_lens: list[int], kv_lens: list[int], kernel: str, large_sm: None) -> None:
     for causal in (True, False):
-        assert_host_plans_the_same(q_lens, kv_lens, 12, causal)
+        assert_host_plans_the_same(kernel, q_lens, kv_lens, 12, causal)
 
 
-def test_planners_agree_on_128_heads() -> None:
-    assert_host_plans_the_same(*random_lens(40, seed=9), 128, True)
+def test_planners_agree_on_128_heads(kernel: str, large_sm: None) -> None:
+    assert_host_plans_the_same(kernel, *random_lens(40, seed=9), 128, True)
 
 
-def test_planners_agree_on_hundred_thousand_sequences() -> None:
+def test_planners_agree_on_hundred_thousand_sequences(kernel: str, large_sm: None) -> None:
     count = 100_000
-    assert_host_plans_the_same([i % 4 for i in range(count)], [i * 37 % 600 for i in range(count)], 1, True)
+    assert_host_plans_the_same(kernel, [i % 4 for i in range(count)], [i * 37 % 600 for i in range(count)], 1, True)
 
 
 def test_plan_with_too_little_room_is_cut_off(device: str) -> None:
@@ -525,15 +669,15 @@ def test_one_plan_serves_many_layers(case: Case, dtype: torch.dtype, device: str
 # ---- keys in pieces --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(BACKEND != "sm90", reason="this kernel cuts no keys into pieces")
-def test_more_pieces_than_slots(dtype: torch.dtype, device: str) -> None:
+def test_more_pieces_than_slots(dtype: torch.dtype, kernel: str, device: str) -> None:
     """Slots for partial results are used again and again; accumulated on itself twice, the state is still right."""
-    case = Case("rounds", (8,) * 40, (16_500,) * 40, 8, False)
+    case = Case("rounds", (8,) * 20, (16_500,) * 20, 8, False)
     inputs = make_inputs(case, dtype, device)
     plan = plan_of(inputs)
-    assert sum(item.num_splits for item in plan.items()) == 40 * 8 * 4
+    if kernel == "sm90":
+        assert sum(item.num_splits for item in plan.items()) == 20 * 8 * 4
     expected = run(inputs)
-    for index in (0, 17, 39):
+    for index in (0, 11, 19):
         rows, _ = inputs.bounds()[index]
         alone = inputs.sequence(index)
         assert_matches_oracle(alone, *run(alone))
@@ -546,7 +690,6 @@ def test_more_pieces_than_slots(dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(lse, expected[1] + math.log(2), atol=1e-5, rtol=0)
 
 
-@pytest.mark.skipif(BACKEND != "sm90", reason="this kernel cuts no keys into pieces")
 def test_pieces_whose_keys_are_far_below_the_others(dtype: torch.dtype, device: str) -> None:
     """The largest logit of each row lies in one piece, which then decides alone."""
     for key in (0, 4999, 16_000):
@@ -638,7 +781,7 @@ def test_never_waits_for_the_device(device: str) -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def test_runs_on_the_device_of_its_tensors() -> None:
+def test_runs_on_the_device_of_its_tensors(kernel: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     assert torch.cuda.current_device() == 0
@@ -745,7 +888,15 @@ def outputs(inputs: Inputs) -> State:
     [*(dims for dims in HEAD_DIMS.values() if dims != MLA), (128, 64, 64), (128, 32, 128), (64, 128, 128)],
     ids=str,
 )
-def test_other_head_dims_are_refused(dims: tuple[int, int, int], device: str) -> None:
+def test_other_head_dims_are_refused(dims: tuple[int, int, int], kernel: str, device: str) -> None:
+    if kernel == "sm80":
+        pytest.skip("the portable kernel takes them")
+    inputs = make_inputs(replace(SMALL, head_dims=dims), torch.bfloat16, device)
+    assert_refused_by_kernel("head dims", inputs, *outputs(inputs))
+
+
+@pytest.mark.parametrize("dims", [(256, 8, 128), (128, 64, 264), (100, 60, 128), (124, 68, 128), (64, 0, 65)], ids=str)
+def test_head_dims_that_no_kernel_takes_are_refused(dims: tuple[int, int, int], device: str) -> None:
     inputs = make_inputs(replace(SMALL, head_dims=dims), torch.bfloat16, device)
     assert_refused_by_kernel("head dims", inputs, *outputs(inputs))
 
@@ -758,20 +909,26 @@ def test_other_dtypes_are_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.1, 1e-60])
-def test_scales_that_are_not_above_0_are_refused(scale: float, device: str) -> None:
-    """As float32: 1e-60 is 0."""
+def test_scales_that_are_not_above_0(scale: float, kernel: str, device: str) -> None:
+    """As float32: 1e-60 is 0. Negative ones are turned around, and 0 makes all logits 0."""
     inputs = make_inputs(SMALL, torch.bfloat16, device, scale=scale)
-    assert_refused_by_kernel("scale", inputs, *outputs(inputs))
+    if kernel == "sm80":
+        check(inputs)
+        check(make_inputs(MIXED, torch.bfloat16, device, scale=scale))
+    else:
+        assert_refused_by_kernel("scale", inputs, *outputs(inputs))
 
 
 @pytest.mark.parametrize("elements", [1, 4], ids=["2_bytes", "8_bytes"])
 @pytest.mark.parametrize("what", ["base", "row_stride", "head_stride"])
 @pytest.mark.parametrize("name", ["q", "k", "k_pe", "v", "out"])
-def test_unaligned_tensors_are_refused(name: str, what: str, elements: int, device: str) -> None:
-    """By the name of the tensor. An address or stride that isn't a multiple of 16 bytes is out of TMA's reach."""
+def test_unaligned_tensors(name: str, what: str, elements: int, kernel: str, device: str) -> None:
+    """An address or stride that isn't a multiple of 16 bytes is out of TMA's reach: refused by the tensor's name. The
+    portable kernel has another way to load or store it, with the same bits."""
     if (name, what) == ("k_pe", "head_stride"):
         pytest.skip("k_pe has one head")
-    inputs = make_inputs(SMALL, torch.bfloat16, device)
+    inputs = make_inputs(MIXED if kernel == "sm80" else SMALL, torch.bfloat16, device)
+    expected = run(inputs)
     out, lse = outputs(inputs)
 
     def unalign(x: torch.Tensor) -> torch.Tensor:
@@ -790,6 +947,10 @@ def test_unaligned_tensors_are_refused(name: str, what: str, elements: int, devi
         out = unalign(out)
     else:
         inputs = inputs.map_tensors(unalign, name)
+    if kernel == "sm80":
+        attend(inputs, out=out, lse=lse)
+        assert_same((out, lse), expected)
+        return
     message = assert_refused_by_kernel(name, inputs, out, lse)
     assert "multiples of 16 bytes" in message
 
@@ -829,7 +990,7 @@ def test_a_plan_needs_both_cu_seqlens_on_one_device(device: str) -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(10, dtype=torch.int32), "plan: expected at least 16 entries, got 10"),
+        (torch.zeros(10, dtype=torch.int32), "plan: expected at least 2072 entries, got 10"),
         (torch.zeros(16, dtype=torch.int64), "plan: expected int32, got int64"),
         (torch.zeros(2, 16, dtype=torch.int32), r"plan: expected a dense vector .*\[2, 16\]"),
         (torch.zeros(64, dtype=torch.int32)[::2], r"plan: expected a dense vector .*\[2\]"),

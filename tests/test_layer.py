@@ -268,7 +268,7 @@ def test_on_a_gpu_without_waiting_for_it(dtype: torch.dtype, heads: int, workspa
 
 @pytest.mark.gpu
 def test_memory_of_a_step_is_one_projection() -> None:
-    """Above inputs, output, cache and workspace; whatever the context's length."""
+    """Above inputs, output, cache and workspace; whatever the context's length. And 17 MiB where keys are in pieces."""
     heads, rows = 32, 4096
     projection = rows * heads * (MLA[0] + MLA[2]) * 2
     for context in (4096, 30000):
@@ -282,7 +282,7 @@ def test_memory_of_a_step_is_one_projection() -> None:
         step.run(metadata, output)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        assert projection <= peak <= projection + 16 * 2**20
+        assert projection <= peak <= projection + 20 * 2**20
 
 
 @pytest.mark.gpu

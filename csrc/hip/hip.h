@@ -11,8 +11,6 @@
 
 namespace mla_prefill::hip {
 
-inline int64_t scratch_bytes(const PrefillParams&) { return 0; }  // no item is split
-
 // Launches the kernel on a plan in device memory. Empty, or what went wrong.
 std::string run(const PrefillParams& params, int32_t* plan, int num_cus, hipStream_t stream);
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <limits>
+#include <vector>
 
 #include "context/device.h"
 #include "ops/context.h"
@@ -23,7 +24,13 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 #else
+#include "cuda_kernels.h"
+#if defined(MLA_PREFILL_WITH_SM90)
 #include "sm90/sm90.h"
+#endif
+#if defined(MLA_PREFILL_WITH_SM80)
+#include "sm80/sm80.h"
+#endif
 #endif
 
 // torch's, under this name on ROCm too; declared here because its header needs CUDA's only in a CUDA build of torch.
@@ -31,12 +38,6 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void
 
 namespace mla_prefill::ops {
 namespace {
-
-#if defined(__HIP_PLATFORM_AMD__)
-namespace backend = hip;
-#else
-namespace backend = sm90;
-#endif
 
 void expect_success(cudaError_t status, const char* what) {
   if (status != cudaSuccess) fail(text(what, ": ", cudaGetErrorString(status)));
@@ -68,40 +69,141 @@ class Device {
     return static_cast<cudaStream_t>(stream);
   }
 
+  int index() const { return index_; }
+
   int num_multiprocessors() const {
     static std::array<int, 64> cache{};
     return attribute_of(index_, cudaDevAttrMultiProcessorCount, cache);
   }
+
+#if !defined(__HIP_PLATFORM_AMD__)
+  int major() const {
+    static std::array<int, 64> cache{};
+    return attribute_of(index_, cudaDevAttrComputeCapabilityMajor, cache);
+  }
+
+  int minor() const {  // 0 is asked for again each time
+    static std::array<int, 64> cache{};
+    return attribute_of(index_, cudaDevAttrComputeCapabilityMinor, cache);
+  }
+
+  // The most that a CTA may have.
+  int shared_bytes() const {
+    static std::array<int, 64> cache{};
+    return attribute_of(index_, cudaDevAttrMaxSharedMemoryPerBlockOptin, cache);
+  }
+#endif
 
  private:
   int index_;
   int previous_ = 0;
 };
 
-// All kernels of the CUDA build are machine code for one architecture.
-void expect_supported_device(const Tensor& tensor) {
-#if !defined(__HIP_PLATFORM_AMD__)
-  static std::array<int, 64> majors{}, minors{};
-  const int index = (int)tensor.get_device_index();
-  const int major = attribute_of(index, cudaDevAttrComputeCapabilityMajor, majors);
-  MLA_EXPECT(major == 9, "device", "compute capability 9.0 (the only CUDA kernels of this build are for it)",
-             text(major, ".", attribute_of(index, cudaDevAttrComputeCapabilityMinor, minors)));
-#else
-  (void)tensor;
-#endif
+// ---- Kernels --------------------------------------------------------------------------------------------------------
+
+// One of the build's ragged_prefill kernels.
+struct GpuKernel {
+  bool (*takes_dims)(int32_t dim_qk, int32_t dim_v);
+  plan::Config (*plan_config)(int32_t dim_qk, int32_t dim_v, const Device& device);
+  std::string (*supports)(const PrefillParams& params);
+  int64_t (*scratch_bytes)(const PrefillParams& params);
+  std::string (*run)(const PrefillParams& params, int32_t* plan, const Device& device);
+};
+
+[[maybe_unused]] int64_t no_scratch(const PrefillParams&) { return 0; }
+
+#if defined(__HIP_PLATFORM_AMD__)
+
+void expect_portable_code(const Device&) {}
+
+// In the order in which to try them; never empty.
+const std::vector<GpuKernel>& kernels_for(const Device&) {
+  static const std::vector<GpuKernel> kernels = {
+      {[](int32_t dim_qk, int32_t dim_v) { return dim_qk == hip::kHeadDimQK && dim_v == hip::kHeadDimV; },
+       [](int32_t, int32_t, const Device&) { return hip::plan_config(); }, hip::supports, no_scratch,
+       [](const PrefillParams& params, int32_t* plan, const Device& device) {
+         return hip::run(params, plan, device.num_multiprocessors(), device.stream());
+       }}};
+  return kernels;
 }
 
-Tensor make_plan(const Tensor& like, const plan::Problem& problem, int64_t max_tokens_q, const Device& device) {
+#else
+
+// Of plan_prefill, merge_states and gather_latent.
+void expect_portable_code(const Device& device) {
+  static std::array<bool, 64> known{};
+  if (known[device.index() % known.size()]) return;
+  MLA_EXPECT(cuda::has_code(MLA_PREFILL_CUDA_ARCHS, device.major(), device.minor()), "device",
+             "compute capability " + cuda::capabilities_of(MLA_PREFILL_CUDA_ARCHS),
+             text(device.major(), ".", device.minor()));
+  known[device.index() % known.size()] = true;
+}
+
+#if defined(MLA_PREFILL_WITH_SM90)
+const GpuKernel kSm90 = {
+    [](int32_t dim_qk, int32_t dim_v) { return dim_qk == sm90::kHeadDimQK && dim_v == sm90::kHeadDimV; },
+    [](int32_t, int32_t, const Device&) { return sm90::plan_config(); }, sm90::supports, sm90::scratch_bytes,
+    [](const PrefillParams& params, int32_t* plan, const Device& device) {
+      return sm90::run(params, plan, device.num_multiprocessors(), device.stream());
+    }};
+#endif
+
+#if defined(MLA_PREFILL_WITH_SM80)
+const GpuKernel kSm80 = {[](int32_t dim_qk, int32_t dim_v) { return sm80::check_dims(dim_qk, dim_qk, dim_v).empty(); },
+                         [](int32_t dim_qk, int32_t dim_v, const Device& device) {
+                           return sm80::plan_config(dim_qk, dim_v, device.shared_bytes());
+                         },
+                         sm80::supports, no_scratch,
+                         [](const PrefillParams& params, int32_t* plan, const Device& device) {
+                           return sm80::run(params, plan, device.num_multiprocessors(), device.shared_bytes(),
+                                            device.stream());
+                         }};
+#endif
+
+std::vector<GpuKernel> find_kernels(const Device& device, const std::string& forced) {
+  const cuda::Kernels found =
+      cuda::kernels_for(MLA_PREFILL_BACKENDS, MLA_PREFILL_CUDA_ARCHS, forced, device.major(), device.minor());
+  if (found.kernels.empty()) fail(found.reason);
+  std::vector<GpuKernel> kernels;
+  for (const cuda::Kernel kernel : found.kernels) {
+#if defined(MLA_PREFILL_WITH_SM90)
+    if (kernel == cuda::Kernel::kSm90) kernels.push_back(kSm90);
+#endif
+#if defined(MLA_PREFILL_WITH_SM80)
+    if (kernel == cuda::Kernel::kSm80) kernels.push_back(kSm80);
+#endif
+  }
+  return kernels;
+}
+
+// In the order in which to try them; never empty. MLA_PREFILL_FORCE is read at each call.
+const std::vector<GpuKernel>& kernels_for(const Device& device) {
+  // Found once per thread and device: the rules work on text.
+  static thread_local std::array<std::vector<GpuKernel>, 64> known;
+  static thread_local std::vector<GpuKernel> forced_kernels;
+  if (const std::string forced = cuda::forced_kernel(); !forced.empty()) {
+    return forced_kernels = find_kernels(device, forced);
+  }
+  std::vector<GpuKernel>& kernels = known[device.index() % known.size()];
+  if (kernels.empty()) kernels = find_kernels(device, "");
+  return kernels;
+}
+
+#endif
+
+// ---- The ops --------------------------------------------------------------------------------------------------------
+
+Tensor make_plan(const Tensor& like, const plan::Config& config, const plan::Problem& problem, int64_t max_tokens_q,
+                 const Device& device) {
   const int64_t capacity = plan::max_items(max_tokens_q, problem.batch, problem.num_heads);
   MLA_EXPECT(capacity <= std::numeric_limits<int32_t>::max(), "max_tokens_q", "a plan of at most 2^31 - 1 items",
              capacity);
   const Tensor buffer =
       torch::stable::new_empty(like, {plan::kItemsBegin + plan::kItemInts * capacity}, ScalarType::Int);
   const Tensor scratch = torch::stable::new_empty(like, {plan::scratch_ints(problem.batch)}, ScalarType::Int);
-  expect_success(
-      plan::write_on_device(backend::plan_config(), problem, static_cast<int32_t*>(buffer.mutable_data_ptr()), capacity,
-                            static_cast<int32_t*>(scratch.mutable_data_ptr()), device.stream()),
-      "plan_prefill: the launch failed");
+  expect_success(plan::write_on_device(config, problem, static_cast<int32_t*>(buffer.mutable_data_ptr()), capacity,
+                                       static_cast<int32_t*>(scratch.mutable_data_ptr()), device.stream()),
+                 "plan_prefill: the launch failed");
   return buffer;
 }
 
@@ -109,28 +211,55 @@ Tensor plan_prefill_gpu(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, 
                         int64_t dim_nope, int64_t dim_rope, int64_t dim_v, ScalarType dtype, int64_t max_tokens_q) {
   const plan::Problem problem =
       check_plan(cu_seqlens_q, cu_seqlens_k, num_heads, causal, dim_nope, dim_rope, dim_v, dtype, max_tokens_q);
-  expect_supported_device(cu_seqlens_q);
-  return make_plan(cu_seqlens_q, problem, max_tokens_q, Device(cu_seqlens_q));
+  const Device device(cu_seqlens_q);
+  expect_portable_code(device);
+  const int64_t dim_qk = dim_nope + dim_rope;
+  const auto fits = [](int64_t dim) { return dim <= std::numeric_limits<int32_t>::max(); };
+  MLA_EXPECT(fits(dim_qk) && fits(dim_v), "head_dims", "dims below 2^31",
+             text("(", dim_nope, ", ", dim_rope, ", ", dim_v, ")"));
+  // For dims that no kernel takes, the last one's: ragged_prefill will say so.
+  const std::vector<GpuKernel>& kernels = kernels_for(device);
+  const GpuKernel* chosen = &kernels.back();
+  for (const GpuKernel& kernel : kernels) {
+    if (kernel.takes_dims((int32_t)dim_qk, (int32_t)dim_v)) {
+      chosen = &kernel;
+      break;
+    }
+  }
+  return make_plan(cu_seqlens_q, chosen->plan_config((int32_t)dim_qk, (int32_t)dim_v, device), problem, max_tokens_q,
+                   device);
 }
 
 void run_on_gpu(const PrefillArguments& args) {
   PrefillParams params = check_prefill(args);
-  expect_supported_device(args.q);
-  if (const std::string reason = backend::supports(params); !reason.empty()) fail(reason);
+  const Device device(args.q);
+  // The first kernel that takes the call; a plan may be another one's, any of them walks over it.
+  const GpuKernel* chosen = nullptr;
+  std::string reason;
+  for (const GpuKernel& kernel : kernels_for(device)) {
+    reason = kernel.supports(params);
+    if (reason.empty()) {
+      chosen = &kernel;
+      break;
+    }
+  }
+  if (!chosen) fail(reason);
   if (args.plan) {
     MLA_EXPECT(args.plan->numel() >= plan::kItemsBegin, "plan", text("at least ", plan::kItemsBegin, " entries"),
                args.plan->numel());
   }
   if (params.total_q == 0 || params.batch == 0) return;
-  const Device device(args.q);
-  const Tensor plan = args.plan ? *args.plan : make_plan(args.cu_seqlens_q, problem_of(params), params.total_q, device);
+  const auto new_plan = [&] {
+    const plan::Config config = chosen->plan_config(params.dim_qk, params.dim_v, device);
+    return make_plan(args.cu_seqlens_q, config, problem_of(params), params.total_q, device);
+  };
+  const Tensor plan = args.plan ? *args.plan : new_plan();
   std::optional<Tensor> scratch;
-  if (const int64_t bytes = backend::scratch_bytes(params); bytes > 0) {
+  if (const int64_t bytes = chosen->scratch_bytes(params); bytes > 0) {
     scratch = torch::stable::new_empty(args.q, {bytes}, ScalarType::Byte);
     params.scratch = scratch->mutable_data_ptr();
   }
-  const std::string reason = backend::run(params, static_cast<int32_t*>(plan.mutable_data_ptr()),
-                                          device.num_multiprocessors(), device.stream());
+  reason = chosen->run(params, static_cast<int32_t*>(plan.mutable_data_ptr()), device);
   if (!reason.empty()) fail(reason);
 }
 
@@ -147,16 +276,16 @@ void ragged_prefill_gpu(const Tensor& q, const Tensor& k, const Tensor& v, const
 void merge_states_gpu(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
                       const Tensor& out, const Tensor& lse) {
   const MergeParams params = check_merge(out_a, lse_a, out_b, lse_b, out, lse);
-  expect_supported_device(out_a);
   const Device device(out_a);
+  expect_portable_code(device);
   expect_success(context::merge_on_device(params, device.stream()), "merge_states: the launch failed");
 }
 
 void gather_latent_gpu(const Tensor& cache, const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& starts,
                        const Tensor& out, const std::optional<Tensor>& k_scale, const std::string& layout) {
   const GatherParams params = check_gather(cache, block_table, cu_seqlens, starts, out, k_scale, layout);
-  expect_supported_device(cache);
   const Device device(cache);
+  expect_portable_code(device);
   expect_success(context::gather_on_device(params, device.stream()), "gather_latent: the launch failed");
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kCtas = 32;
+constexpr int64_t kMostCtas = 128;
 
 struct Scratch {
   int32_t* order;       // [batch] sequences with query rows, longest first
@@ -24,7 +24,6 @@ __device__ Lengths lengths_of(const Problem& p, int32_t seq) {
 
 // -1 for a sequence without query rows.
 __device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) {
-  if (seq >= p.batch) return -1;
   const Lengths len = lengths_of(p, seq);
   return len.q > 0 ? sequence_rank(config, p.num_heads, p.causal, len.q, len.k) : -1;
 }
@@ -32,69 +31,73 @@ __device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) 
 // Inclusive sum over the CTA; `total` gets the sum of all threads.
 __device__ int32_t scan(int32_t value, int32_t (&warp_sums)[kWarps], int32_t* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int step = 1; step < 32; step *= 2) {
-    const int32_t other = shuffle_up(value, step);
-    if (lane >= step) value += other;
-  }
+  const auto scan_warp = [lane](int32_t sum) {
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t other = shuffle_up(sum, step);
+      if (lane >= step) sum += other;
+    }
+    return sum;
+  };
+  value = scan_warp(value);
   if (lane == 31) warp_sums[warp] = value;
   __syncthreads();
-  int32_t before = 0, all = 0;
-  for (int i = 0; i < kWarps; ++i) {
-    if (i < warp) before += warp_sums[i];
-    all += warp_sums[i];
-  }
+  if (warp == 0) warp_sums[lane] = scan_warp(warp_sums[lane]);
   __syncthreads();
-  *total = all;
+  *total = warp_sums[kWarps - 1];
+  const int32_t before = warp == 0 ? 0 : warp_sums[(warp + kWarps - 1) % kWarps];
+  __syncthreads();
   return before + value;
 }
 
-// Fills scratch.order; returns how many sequences it holds.
-__device__ int32_t sort_sequences(const Config& config, const Problem& p, const Scratch& scratch) {
-  __shared__ int32_t begin[kNumRanks];            // where the next sequence of a rank goes
-  __shared__ int32_t in_warp[kWarps][kNumRanks];  // sequences of a rank per warp of this round, then before that warp
-  __shared__ int32_t num_sequences;
+// Fills scratch.order; returns how many sequences it holds. Each warp has a share of the sequences, which it counts by
+// rank, and then writes behind those of higher ranks and of the warps before it.
+__device__ int32_t sort_sequences(const Config& config, const Problem& p, const Scratch& scratch,
+                                  int32_t (&warp_sums)[kWarps]) {
+  __shared__ int32_t places[kNumRanks][kWarps + 1];  // one more: lanes with different ranks meet different banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
-  for (int rank = threadIdx.x; rank < kNumRanks; rank += kThreads) begin[rank] = 0;
-  __syncthreads();
-  for (int32_t seq = threadIdx.x; seq < p.batch; seq += kThreads) {
-    const int32_t rank = rank_of(config, p, seq);
-    if (rank >= 0) atomicAdd(&begin[rank], 1);
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int32_t offset = 0;
-    for (int rank = kNumRanks - 1; rank >= 0; --rank) {
-      const int32_t count = begin[rank];
-      begin[rank] = offset;
-      offset += count;
-    }
-    num_sequences = offset;
-  }
-  __syncthreads();
-
-  for (int32_t base = 0; base < p.batch; base += kThreads) {
-    for (int i = threadIdx.x; i < kWarps * kNumRanks; i += kThreads) in_warp[0][i] = 0;
-    __syncthreads();
-    const int32_t seq = base + threadIdx.x;
-    const int32_t rank = rank_of(config, p, seq);
-    const uint32_t alike = lanes_alike(rank);
-    const int32_t place = __popc(alike & ((1u << lane) - 1));
-    if (rank >= 0 && place == 0) in_warp[warp][rank] = __popc(alike);
-    __syncthreads();
-    for (int r = threadIdx.x; r < kNumRanks; r += kThreads) {
-      int32_t next = begin[r];
-      for (int w = 0; w < kWarps; ++w) {
-        const int32_t count = in_warp[w][r];
-        in_warp[w][r] = next;
-        next += count;
+  const int32_t share = (int32_t)ceil_div(ceil_div(p.batch, kWarps), 32) * 32;
+  const uint32_t from = (uint32_t)warp * share, to = from + share, all = p.batch;
+  const int32_t begin = (int32_t)(from < all ? from : all), end = (int32_t)(to < all ? to : all);
+  // Calls `found` for each sequence with rows, with the place of its rank in this warp's share, which moves on.
+  const auto for_each = [&](const auto& found) {
+    const uint32_t lanes_before = (1u << lane) - 1;
+    for (int32_t base = begin; base < end; base += 32) {
+      const int32_t seq = base + lane;
+      const int32_t rank = seq < end ? rank_of(config, p, seq) : -1;
+      const uint32_t alike = lanes_alike(rank);
+      const int32_t next = rank >= 0 ? places[rank][warp] : 0;
+      sync_warp();
+      if (rank >= 0) {
+        found(seq, next + __popc(alike & lanes_before));
+        if ((alike & lanes_before) == 0) places[rank][warp] = next + __popc(alike);
       }
-      begin[r] = next;
+      sync_warp();
     }
-    __syncthreads();
-    if (rank >= 0) scratch.order[in_warp[warp][rank] + place] = seq;
-    __syncthreads();
+  };
+
+  for (int i = threadIdx.x; i < kNumRanks * (kWarps + 1); i += kThreads) places[0][i] = 0;
+  __syncthreads();
+  for_each([](int32_t, int32_t) {});  // counts
+  __syncthreads();
+
+  // From counts to places: ranks descend, warps ascend.
+  constexpr int kPerThread = kNumRanks * kWarps / kThreads;
+  static_assert(kPerThread * kThreads == kNumRanks * kWarps, "each thread has as many counts");
+  const auto count_at = [&](int i) -> int32_t& {
+    const int index = threadIdx.x * kPerThread + i;
+    return places[kNumRanks - 1 - index / kWarps][index % kWarps];
+  };
+  int32_t own = 0, num_sequences;
+  for (int i = 0; i < kPerThread; ++i) own += count_at(i);
+  int32_t place = scan(own, warp_sums, &num_sequences) - own;
+  for (int i = 0; i < kPerThread; ++i) {
+    const int32_t count = count_at(i);
+    count_at(i) = place;
+    place += count;
   }
+  __syncthreads();
+
+  for_each([&](int32_t seq, int32_t place_of_it) { scratch.order[place_of_it] = seq; });
   return num_sequences;
 }
 
@@ -103,13 +106,13 @@ __device__ SequenceWork work_of(const Config& config, const Problem& p, int32_t 
   return sequence_work(config, p.num_heads, p.causal, p.bytes_per_key, len.q, len.k);
 }
 
-__global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p, int32_t* buffer, int32_t capacity,
-                                                        Scratch scratch) {
+__global__ __launch_bounds__(kThreads, 1) void plan_kernel(Config config, Problem p, int32_t* buffer, int32_t capacity,
+                                                           int32_t num_ctas, Scratch scratch) {
   __shared__ int32_t warp_sums[kWarps];
   __shared__ int32_t first_short, split_end[kNumSplitClasses];
   if (threadIdx.x == 0) first_short = INT32_MAX;
   if (threadIdx.x < kNumSplitClasses) split_end[threadIdx.x] = 0;
-  const int32_t num_sequences = sort_sequences(config, p, scratch);
+  const int32_t num_sequences = sort_sequences(config, p, scratch, warp_sums);
   __syncthreads();
 
   int32_t num_items = 0;
@@ -147,14 +150,14 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(Config config, Problem p
     *reinterpret_cast<Header*>(buffer) = header;
   }
 
-  for (int32_t i = blockIdx.x * kThreads + threadIdx.x; i < kItemsBegin - kHeaderInts; i += kCtas * kThreads) {
+  for (int32_t i = blockIdx.x * kThreads + threadIdx.x; i < kItemsBegin - kHeaderInts; i += num_ctas * kThreads) {
     buffer[kHeaderInts + i] = 0;
   }
   WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kItemsBegin);
-  for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += kCtas * kThreads) {
+  for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += num_ctas * kThreads) {
     items[index] = {};  // so that equal lengths give equal plans
   }
-  for (int32_t index = blockIdx.x * kThreads + threadIdx.x; index < listed; index += kCtas * kThreads) {
+  for (int32_t index = blockIdx.x * kThreads + threadIdx.x; index < listed; index += num_ctas * kThreads) {
     int32_t low = 0, high = num_sequences;  // the sequence whose items include this one
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
@@ -171,8 +174,9 @@ int64_t scratch_ints(int64_t batch) { return 2 * batch + 1; }
 
 cudaError_t write_on_device(const Config& config, const Problem& problem, int32_t* buffer, int64_t capacity,
                             int32_t* scratch, cudaStream_t stream) {
-  plan_kernel<<<kCtas, kThreads, 0, stream>>>(config, problem, buffer, (int32_t)capacity,
-                                              {scratch, scratch + problem.batch});
+  const int32_t num_ctas = (int32_t)clamp(ceil_div(capacity, kThreads), 1, kMostCtas);
+  plan_kernel<<<num_ctas, kThreads, 0, stream>>>(config, problem, buffer, (int32_t)capacity, num_ctas,
+                                                 {scratch, scratch + problem.batch});
   return cudaGetLastError();
 }
 

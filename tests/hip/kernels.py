@@ -141,7 +141,7 @@ class PlanArguments(ctypes.Structure):
         ("config", PlanConfig),
         ("problem", PlanProblem),
         ("buffer", ctypes.c_uint64),
-        ("capacity", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("capacity", "num_ctas")),
         *((name, ctypes.c_uint64) for name in ("order", "first_item")),
     )
 
@@ -272,8 +272,8 @@ def plan_prefill(
         device.address(cu_seqlens_q), device.address(cu_seqlens_k), batch, num_heads, causal, (128 + 64 + 128) * 2
     )
     order = device.address(scratch)
-    arguments = PlanArguments(PLAN_CONFIG, problem, device.address(buffer), capacity, order, order + 4 * batch)
-    device.launch("plan_kernel", 32, 1024, arguments)
+    arguments = PlanArguments(PLAN_CONFIG, problem, device.address(buffer), capacity, 3, order, order + 4 * batch)
+    device.launch("plan_kernel", 3, 1024, arguments)
     device.read_back(buffer)
     return buffer
 

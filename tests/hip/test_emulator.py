@@ -82,6 +82,7 @@ INTEGERS: dict[str, Callable[..., int]] = {
     "v_mul_lo_u32": lambda a, b: a * b,
     "v_mul_hi_u32": lambda a, b: a * b >> 32,
     "v_mul_u32_u24_e32": lambda a, b: a % 2**24 * (b % 2**24),
+    "v_mul_i32_i24_e32": lambda a, b: signed(a << 8 & MASK) // 2**8 * (signed(b << 8 & MASK) // 2**8),
     "v_min_i32_e32": lambda a, b: min(signed(a), signed(b)),
     "v_max_i32_e32": lambda a, b: max(signed(a), signed(b)),
     "v_min_u32_e32": min,
@@ -94,6 +95,7 @@ INTEGERS: dict[str, Callable[..., int]] = {
     "v_or3_b32": lambda a, b, c: a | b | c,
     "v_xad_u32": lambda a, b, c: (a ^ b) + c,
     "v_mad_u32_u24": lambda a, b, c: a % 2**24 * (b % 2**24) + c,
+    "v_mad_i32_i24": lambda a, b, c: signed(a << 8 & MASK) // 2**8 * (signed(b << 8 & MASK) // 2**8) + c,
     "v_bfe_u32": lambda a, b, c: (a >> b % 32) % 2 ** (c % 32),
     "v_bfi_b32": lambda a, b, c: (a & b) | (~a & c),
     "v_alignbit_b32": lambda a, b, c: ((a << 32) | b) >> c % 32,
@@ -463,6 +465,10 @@ def test_shared_memory() -> None:
     execute(wave, "ds_min_i32", "v4, v5")
     execute(wave, "ds_read_b32", "v6, v4")
     assert wave.vector[6][0] == -4 & MASK
+    wave.vector[5] = 7
+    execute(wave, "ds_max_i32", "v4, v5")
+    execute(wave, "ds_read_b32", "v6, v4")
+    assert wave.vector[6][0] == 7
 
 
 @pytest.mark.parametrize(("address", "message"), [(508, "out of range"), (4, "not a multiple of 8")])

@@ -32,7 +32,8 @@ from mla_prefill.vllm.backend import NativeMLAPrefillBackend
 CUSTOM = MLAPrefillBackendEnum.CUSTOM
 DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 GLM = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
-HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
+ODD = MLADimensions(qk_nope_head_dim=100, qk_rope_head_dim=64, v_head_dim=128)
+TURING, HOPPER, BLACKWELL = DeviceCapability(7, 5), DeviceCapability(9, 0), DeviceCapability(10, 0)
 
 
 class Original(MLAPrefillBackend):
@@ -62,6 +63,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM and this package believe in an H200 with a CUDA build."""
     monkeypatch.setattr(vllm.platforms, "current_platform", Hopper())
     monkeypatch.setattr(native, "_has_cuda_kernel", lambda: True)
+    monkeypatch.setattr(native, "_cuda_kernels", lambda capability: (["sm90", "sm80"], ""))
     monkeypatch.setattr(auto._InsteadOf, "original", classmethod(lambda cls: Original))
     auto._warn_once.cache_clear()
 
@@ -138,8 +140,10 @@ def test_the_backend_is_one_of_vllm() -> None:
         (HOPPER, torch.float16, DEEPSEEK, []),
         (None, torch.float8_e4m3fn, DEEPSEEK, ["dtype: expected one of .*, got torch.float8_e4m3fn"]),
         (HOPPER, torch.float32, DEEPSEEK, ["dtype: expected one of .* on a GPU, got torch.float32"]),
-        (HOPPER, torch.bfloat16, GLM, [r"dims \(qk_nope, qk_rope, v\): expected .* got \(192, 64, 256\)"]),
-        (BLACKWELL, torch.bfloat16, DEEPSEEK, ["compute capability: expected 9.0 or the CPU, got 10.0"]),
+        (HOPPER, torch.bfloat16, GLM, []),
+        (HOPPER, torch.bfloat16, ODD, [r"dims \(qk_nope, qk_rope, v\): expected .* got \(100, 64, 128\)"]),
+        (BLACKWELL, torch.bfloat16, DEEPSEEK, []),
+        (TURING, torch.bfloat16, DEEPSEEK, ["compute capability: expected 8.0 and above or the CPU, got 7.5"]),
     ],
 )
 def test_reasons(hopper, capability, dtype, dims, reasons) -> None:
@@ -152,8 +156,8 @@ def test_reasons(hopper, capability, dtype, dims, reasons) -> None:
 def test_the_selector_takes_an_explicit_choice(hopper) -> None:
     mla_prefill.vllm.register()
     assert get_mla_prefill_backend(config(chosen=CUSTOM)) is NativeMLAPrefillBackend
-    with pytest.raises(ValueError, match=r"CUSTOM is not valid .*got \(192, 64, 256\)"):
-        get_mla_prefill_backend(config(GLM, chosen=CUSTOM))
+    with pytest.raises(ValueError, match=r"CUSTOM is not valid .*got \(100, 64, 128\)"):
+        get_mla_prefill_backend(config(ODD, chosen=CUSTOM))
     with pytest.raises(ValueError, match=r"CUSTOM is not valid .*got torch.float32"):
         get_mla_prefill_backend(config(dtype=torch.float32, chosen=CUSTOM))
 
@@ -161,11 +165,12 @@ def test_the_selector_takes_an_explicit_choice(hopper) -> None:
 def test_auto_gives_native_where_it_suits_and_vllm_elsewhere(hopper, monkeypatch, caplog) -> None:
     monkeypatch.setenv("MLA_PREFILL_VLLM", "auto")
     mla_prefill.vllm.register()
-    for dims, expected in ((DEEPSEEK, NativeMLAPrefillBackend), (GLM, Original)):
+    for dims, expected in ((DEEPSEEK, NativeMLAPrefillBackend), (GLM, Original), (ODD, Original)):
         vllm_config = config(dims)
         backend = construct(get_mla_prefill_backend(vllm_config), vllm_config)
         assert type(backend) is type(backend.clone()) is expected
-    assert "leaves layers to FLASH_ATTN: dims (qk_nope, qk_rope, v): expected (128, 64, 128) on a GPU" in caplog.text
+    assert "leaves layers to FLASH_ATTN: only its portable kernel would serve" in caplog.text
+    assert "leaves layers to FLASH_ATTN: dims (qk_nope, qk_rope, v): expected (128, 64, 128) or multi" in caplog.text
 
 
 def test_auto_leaves_an_explicit_choice_alone(hopper, monkeypatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -16,19 +19,30 @@ from mla_prefill.plan import PrefillPlan, plan_prefill
 
 @dataclass(frozen=True)
 class _GpuKernel:
-    dtypes: tuple[torch.dtype, ...]
-    dimensions: tuple[MLADimensions, ...]
+    dimensions: str  # for messages
+    takes: Callable[[MLADimensions], bool]
 
 
-_DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-_GPU_KERNELS = {(9, 0): _GpuKernel((torch.bfloat16, torch.float16), (_DEEPSEEK,))}  # by compute capability
+DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _suit_portable_kernel(dims: MLADimensions) -> bool:
+    widths = (dims.qk_nope_head_dim, dims.qk_rope_head_dim, dims.v_head_dim)
+    return all(width % 8 == 0 for width in widths) and max(sum(widths[:2]), widths[2]) <= 256
+
+
+_GPU_KERNELS = {
+    "sm90": _GpuKernel(str(DEEPSEEK), lambda dims: dims == DEEPSEEK),
+    "sm80": _GpuKernel("multiples of 8 up to 256 for q, k and v", _suit_portable_kernel),
+}
 
 
 class NativePrefillBackend(RaggedPrefillBackend):
     """NATIVE: keys stay in two parts, a context chunk is merged by the kernel that computes it."""
 
     supported_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16, torch.float32)
-    compute_capabilities: ClassVar[str] = ", ".join("{}.{}".format(*key) for key in _GPU_KERNELS) + " or the CPU"
+    compute_capabilities: ClassVar[str] = "8.0 and above or the CPU"
 
     _plans: dict[RaggedBatch, PrefillPlan]  # of the prepared step
 
@@ -38,7 +52,7 @@ class NativePrefillBackend(RaggedPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: Capability) -> bool:
-        return device_capability is None or (is_nvidia(device_capability) and tuple(device_capability) in _GPU_KERNELS)
+        return device_capability is None or (is_nvidia(device_capability) and tuple(device_capability) >= (8, 0))
 
     @classmethod
     def validate_configuration(cls, device_capability: Capability, selector_config: Any) -> list[str]:
@@ -46,14 +60,17 @@ class NativePrefillBackend(RaggedPrefillBackend):
         if device_capability is None or not cls.supports_compute_capability(device_capability):
             return reasons
         # The CPU's kernel takes every dtype and all dims; a GPU's does not.
-        kernel = _GPU_KERNELS[tuple(device_capability)]
         dtype, dims = selector_config.dtype, selector_config.mla_dimensions
+        names, problem = _cuda_kernels(tuple(device_capability))
         if not _has_cuda_kernel():
             reasons.append("build: expected one with CUDA kernels, got a build without them, or a torch without CUDA")
-        if dtype in cls.supported_dtypes and dtype not in kernel.dtypes:
-            reasons.append(f"dtype: expected one of {', '.join(map(str, kernel.dtypes))} on a GPU, got {dtype}")
-        if dims is not None and MLADimensions.of(dims) not in kernel.dimensions:
-            expected = ", ".join(map(str, kernel.dimensions))
+        elif problem:
+            reasons.append(f"build: {problem}")
+        kernels = [_GPU_KERNELS[name] for name in names or _GPU_KERNELS]
+        if dtype in cls.supported_dtypes and dtype not in _HALF:
+            reasons.append(f"dtype: expected one of {', '.join(map(str, _HALF))} on a GPU, got {dtype}")
+        if dims is not None and not any(kernel.takes(MLADimensions.of(dims)) for kernel in kernels):
+            expected = " or ".join(kernel.dimensions for kernel in kernels)
             reasons.append(f"dims (qk_nope, qk_rope, v): expected {expected} on a GPU, got {MLADimensions.of(dims)}")
         return reasons
 
@@ -115,6 +132,15 @@ class NativePrefillBackend(RaggedPrefillBackend):
                 max_tokens_q=max_tokens_q,
             )
         return plan
+
+
+def _cuda_kernels(capability: tuple[int, int]) -> tuple[list[str], str]:
+    """Names of this build's kernels for a device, the preferred one first, or why there is none."""
+    try:
+        binding = import_module("mla_prefill._C")
+    except ImportError:  # built for another Python: the op will say it
+        return list(_GPU_KERNELS), ""
+    return binding.cuda_kernels(*capability, os.environ.get("MLA_PREFILL_FORCE", ""))
 
 
 def _has_cuda_kernel() -> bool:

@@ -15,6 +15,7 @@ from mla_prefill.backends.base import (
     MLAPrefillSelectorConfig,
     device_capability,
 )
+from mla_prefill.backends.native import DEEPSEEK
 from mla_prefill.backends.registry import MLAPrefillBackendEnum, generation
 
 __all__ = ["MLAPrefillSelectorConfig", "explain_backends", "get_mla_prefill_backend", "prefill_priorities"]
@@ -27,15 +28,23 @@ _Enum = MLAPrefillBackendEnum
 def prefill_priorities(
     capability: Capability, mla_dimensions: MLADimensions | None = None
 ) -> list[MLAPrefillBackendEnum]:
-    """The backends to try on a device, the best first."""
+    """The backends to try on a device, the best first.
+
+    NATIVE comes first where its kernel is made for the device, and its portable kernel behind the libraries that have
+    one: on Blackwell, and on Hopper for dims other than DeepSeek's.
+    """
     if capability is None:
         return [_Enum.NATIVE, _Enum.SDPA]
+    dims = None if mla_dimensions is None else MLADimensions.of(mla_dimensions)
+    others = [_Enum.FLASH_ATTN, _Enum.FLASHINFER]
     if torch.version.hip is None and capability[0] == 10:
-        blackwell = [_Enum.FLASH_ATTN, _Enum.TRTLLM_RAGGED, _Enum.FLASHINFER]
-        if mla_dimensions is not None and MLADimensions.of(mla_dimensions).v_head_dim == 256:
-            blackwell = [_Enum.TRTLLM_RAGGED, _Enum.FLASH_ATTN, _Enum.FLASHINFER]
-        return [_Enum.NATIVE, *blackwell, _Enum.SDPA]
-    return [_Enum.NATIVE, _Enum.FLASH_ATTN, _Enum.FLASHINFER, _Enum.SDPA]
+        others = [_Enum.FLASH_ATTN, _Enum.TRTLLM_RAGGED, _Enum.FLASHINFER]
+        if dims is not None and dims.v_head_dim == 256:
+            others = [_Enum.TRTLLM_RAGGED, _Enum.FLASH_ATTN, _Enum.FLASHINFER]
+        return [*others, _Enum.NATIVE, _Enum.SDPA]
+    if torch.version.hip is None and capability[0] == 9 and dims not in (None, DEEPSEEK):
+        return [*others, _Enum.NATIVE, _Enum.SDPA]
+    return [_Enum.NATIVE, *others, _Enum.SDPA]
 
 
 def get_mla_prefill_backend(config: Any, *, mla_dimensions: Any = None) -> type[MLAPrefillBackend]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib import import_module
 from types import ModuleType
@@ -34,7 +35,8 @@ def examine(model: str | None = None, dtype: str = "bfloat16", device: str | Non
         "build_problem": problem,
         "ops": [name for name in OPS if hasattr(torch.ops.mla_prefill, name)],
         "devices": _devices(),
-        "kernels": [_with_verdict(row) for row in module.kernel_table()] if module else [],
+        "kernels": [_with_verdict(row, module) for row in module.kernel_table()] if module else [],
+        "forced_kernel": os.environ.get("MLA_PREFILL_FORCE") or None,
         **backends,
     }
 
@@ -74,24 +76,30 @@ def _compiled_module() -> tuple[ModuleType | None, str | None]:
         return None, f"expected the compiled module mla_prefill._C, got {error}"
 
 
-def _with_verdict(row: dict[str, Any]) -> dict[str, Any]:
+def _with_verdict(row: dict[str, Any], module: ModuleType) -> dict[str, Any]:
     """A kernel's row with ``usable`` and ``reason``, which for a GPU kernel depend on torch and the devices."""
     if "compute_capability" in row:
-        toolkit, build, needed = "CUDA", torch.version.cuda, [row["compute_capability"]]
-        expected = f"compute capability {needed[0]}"
+        toolkit, build, expected = "CUDA", torch.version.cuda, f"compute capability {row['compute_capability']}"
     elif "gcn_architectures" in row:
-        toolkit, build, needed = "ROCm", torch.version.hip, row["gcn_architectures"].split(", ")
-        expected = f"architecture {' or '.join(needed)}"
+        toolkit, build = "ROCm", torch.version.hip
+        expected = f"architecture {' or '.join(row['gcn_architectures'].split(', '))}"
     else:
         return row
-    found = [_architecture(properties) for properties in _gpus()]
     if build is None:
         reason = f"expected a {toolkit} build of torch, got {torch.__version__}"
-    elif not set(needed) & set(found):
-        reason = f"expected a device of {expected}, got {', '.join(found) or 'none'}"
+    elif not any(_runs_on(row, properties, module) for properties in _gpus()):
+        found = ", ".join(_architecture(properties) for properties in _gpus())
+        reason = f"expected a device of {expected}, got {found or 'none'}"
     else:
-        reason = ""
+        forced = os.environ.get("MLA_PREFILL_FORCE")
+        reason = f"MLA_PREFILL_FORCE is {forced}" if forced and forced != row["backend"] else ""
     return {**row, "usable": not reason, "reason": reason}
+
+
+def _runs_on(row: dict[str, Any], properties: Any, module: ModuleType) -> bool:
+    if torch.version.hip is not None:
+        return _architecture(properties) in row["gcn_architectures"].split(", ")
+    return row["backend"] in module.cuda_kernels(properties.major, properties.minor)[0]
 
 
 def _gpus() -> list[Any]:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
 from mla_prefill.backends.base import MLADimensions, MLAPrefillSelectorConfig
+from mla_prefill.backends.selector import prefill_priorities
 from mla_prefill.vllm.backend import NativeMLAPrefillBackend
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,10 @@ def _reasons_against_native(
     dims = MLADimensions(qk_nope_head_dim=qk_nope_head_dim, qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim)
     dtype = getattr(getattr(vllm_config, "model_config", None), "dtype", None)
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    return NativeMLAPrefillBackend.validate_configuration(capability, MLAPrefillSelectorConfig(dtype, dims))
+    reasons = NativeMLAPrefillBackend.validate_configuration(capability, MLAPrefillSelectorConfig(dtype, dims))
+    if not reasons and prefill_priorities(capability, dims)[0].name != "NATIVE":
+        reasons = ["only its portable kernel would serve, behind libraries with one for this GPU"]
+    return reasons
 
 
 @cache

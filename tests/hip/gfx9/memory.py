@@ -223,7 +223,11 @@ def buffer_access(name: str, operands: list[Operand], modifiers: dict[str, str],
 # ---- Shared memory ---------------------------------------------------------------------------------------------------
 
 SHARED_NAME = re.compile(r"ds_(read|write)(2?)(st64)?_[bu](8|16|32|64|96|128)")
-SHARED_ATOMICS = {"ds_add_u32": lambda a, b: a + b, "ds_min_i32": lambda a, b: min(signed32(a), signed32(b))}
+SHARED_ATOMICS = {
+    "ds_add_u32": lambda a, b: a + b,
+    "ds_min_i32": lambda a, b: min(signed32(a), signed32(b)),
+    "ds_max_i32": lambda a, b: max(signed32(a), signed32(b)),
+}
 
 
 def shared_access(name: str, operands: list[Operand], modifiers: dict[str, str]) -> Action | None:
@@ -249,11 +253,12 @@ def shared_access(name: str, operands: list[Operand], modifiers: dict[str, str])
         return None
 
     def execute(w: Wave) -> None:
-        base = w.lanes(address)[w.active].astype(np.int64)
+        base = w.lanes(address)[w.active]
         for part, (operand, first) in zip(offsets, data, strict=False):
+            addresses = (base + U32(part)).astype(np.int64)  # wraps: a base may lie below 0
             # Wide accesses need multiples of eight bytes at least.
-            w.shared.check(w, base + part, size, min(size, 8), reads=reads, writes=not reads)
-            at = base + part >> 2
+            w.shared.check(w, addresses, size, min(size, 8), reads=reads, writes=not reads)
+            at = addresses >> 2
             for k in range(count):
                 if reads:
                     w.vector[operand.index + first + k, w.active] = w.shared.words[at + k]
@@ -269,7 +274,7 @@ def shared_atomic(name: str, operands: list[Operand], offset: int) -> Action:
     combine = SHARED_ATOMICS[name]
 
     def execute(w: Wave) -> None:
-        addresses = w.lanes(address)[w.active].astype(np.int64) + offset
+        addresses = (w.lanes(address)[w.active] + U32(offset)).astype(np.int64)
         w.shared.check(w, addresses, 4, 4, reads=False, writes=False)
         for word, value in zip(addresses >> 2, w.lanes(data)[w.active], strict=True):
             w.shared.words[word] = combine(int(w.shared.words[word]), int(value)) & 0xFFFFFFFF

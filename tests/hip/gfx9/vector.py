@@ -31,6 +31,10 @@ def low24(words: np.ndarray) -> np.ndarray:
     return words & U32(0xFFFFFF)
 
 
+def signed_low24(words: np.ndarray) -> np.ndarray:
+    return (signed(words << U32(8)) >> 8).view(U32)
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Rounded once, but for products that need more than float64's 53 bits beside c."""
     return (a.astype(F64) * b.astype(F64) + c.astype(F64)).astype(F32)
@@ -108,6 +112,7 @@ INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "mul_lo_u32": lambda a, b: a * b,
     "mul_hi_u32": lambda a, b: (wide(a) * wide(b) >> U64(32)).astype(U32),
     "mul_u32_u24": lambda a, b: low24(a) * low24(b),
+    "mul_i32_i24": lambda a, b: signed_low24(a) * signed_low24(b),
     "min_i32": lambda a, b: np.minimum(signed(a), signed(b)).view(U32),
     "max_i32": lambda a, b: np.maximum(signed(a), signed(b)).view(U32),
     "min_u32": np.minimum,
@@ -120,6 +125,7 @@ INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "or3_b32": lambda a, b, c: a | b | c,
     "xad_u32": lambda a, b, c: (a ^ b) + c,
     "mad_u32_u24": lambda a, b, c: low24(a) * low24(b) + c,
+    "mad_i32_i24": lambda a, b, c: signed_low24(a) * signed_low24(b) + c,
     "bfe_u32": lambda a, b, c: a >> shift(b) & ((U32(1) << shift(c)) - U32(1)),
     "bfi_b32": lambda a, b, c: a & b | ~a & c,
     "perm_b32": permute_bytes,

@@ -1,0 +1,47 @@
+#include "sm80/arguments.h"
+
+#include "sm80/config.h"
+
+namespace mla_prefill::sm80 {
+namespace {
+
+template <typename RowsType>
+RowsType without_free_strides(RowsType tensor, int64_t rows, int64_t heads) {
+  if (rows <= 1) tensor.row_stride = 0;
+  if (heads <= 1) tensor.head_stride = 0;
+  return tensor;
+}
+
+}  // namespace
+
+std::string check_dims(int32_t dim_qk, int32_t dim_k, int32_t dim_v) {
+  const auto suits = [](int32_t dim) { return dim <= kMaxHeadDim && dim % kHeadDimMultiple == 0; };
+  if (suits(dim_qk) && suits(dim_k) && suits(dim_v)) return "";
+  return "head dims: expected multiples of " + std::to_string(kHeadDimMultiple) + " up to " +
+         std::to_string(kMaxHeadDim) + " for q, k and v (sm80 kernel), got q of " + std::to_string(dim_qk) + ", k of " +
+         std::to_string(dim_k) + ", v of " + std::to_string(dim_v);
+}
+
+std::string supports(const PrefillParams& p) {
+  if (p.dtype != DType::kBFloat16 && p.dtype != DType::kFloat16) {
+    return std::string("q: expected bfloat16 or float16 (sm80 kernel), got ") +
+           (p.dtype == DType::kFloat32 ? "float32" : "float8_e4m3fn");
+  }
+  return check_dims(p.dim_qk, p.dim_k, p.dim_v);
+}
+
+plan::Config plan_config(int32_t dim_qk, int32_t dim_v, int32_t shared_bytes) {
+  const int chosen = choose_variant(dim_qk, dim_v, shared_bytes);
+  return chosen < 0 ? plan::Config{} : plan_config(variant_at(chosen));
+}
+
+PrefillParams normalised(PrefillParams p) {
+  p.q = without_free_strides(p.q, p.total_q, p.num_heads);
+  p.k = without_free_strides(p.k, p.total_k, p.num_heads);
+  p.k_pe = p.dim_k == p.dim_qk ? ConstRows{p.k.data, 0, 0} : without_free_strides(p.k_pe, p.total_k, 1);
+  p.v = without_free_strides(p.v, p.total_k, p.num_heads);
+  p.out = without_free_strides(p.out, p.total_q, p.num_heads);
+  return p;
+}
+
+}  // namespace mla_prefill::sm80

@@ -1,0 +1,33 @@
+// What the portable NVIDIA kernel can take. Plain C++.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "plan/plan.h"
+
+namespace mla_prefill::sm80 {
+
+// Empty if heads of these dims can be computed, otherwise what is expected and what came.
+std::string check_dims(int32_t dim_qk, int32_t dim_k, int32_t dim_v);
+
+// Empty if this backend computes `params`, otherwise which argument it can't take and why. Reads no device memory.
+std::string supports(const PrefillParams& params);
+
+// What the kernel wants of its plan, on a device whose CTAs may have `shared_bytes` of shared memory.
+plan::Config plan_config(int32_t dim_qk, int32_t dim_v, int32_t shared_bytes);
+
+// Supported parameters as the kernel takes them: strides that nothing steps over are 0, and k_pe is set for keys in one
+// tensor too.
+PrefillParams normalised(PrefillParams params);
+
+// Whether base and strides of normalised parameters are multiples of `bytes`.
+template <typename RowsType>
+bool is_aligned(const RowsType& tensor, int64_t bytes) {
+  constexpr int64_t kElementBytes = 2;
+  return reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && tensor.row_stride * kElementBytes % bytes == 0 &&
+         tensor.head_stride * kElementBytes % bytes == 0;
+}
+
+}  // namespace mla_prefill::sm80

@@ -1,0 +1,293 @@
+// Ragged prefill with mma.sync, for every NVIDIA GPU of compute capability 8.0 and above. Read it from the bottom up:
+// prefill_kernel -> Cta::run -> run_tile (the main loop).
+//
+// A persistent CTA takes items from the plan. Its warps own 16 or 32 query rows each and compute
+//
+//   S = Q K^T  (both from shared memory)      P = exp2(S - reference)  in registers      O += P V  (P from registers)
+//
+// from the last key tile, where the mask is, to the first. Tiles of K and V come with cp.async: V while S is computed,
+// the next K while the softmax and O are. The loads of the next tile of work start before this one is written.
+#pragma once
+
+#include "params.h"
+#include "sm80/config.h"
+#include "sm80/copy.cuh"
+#include "sm80/epilogue.cuh"
+#include "sm80/layout.h"
+#include "sm80/ptx.h"
+#include "sm80/softmax.cuh"
+
+namespace mla_prefill::sm80 {
+
+struct KernelParams {
+  PrefillParams problem;
+  int32_t* plan;                               // header and items; the header's counters move
+  float scale_log2;                            // above 0
+  float factor;                                // of the scores before it: 1, or -1 or 0 for a scale below or of 0
+  bool q_in_chunks, k_in_chunks, v_in_chunks;  // base and strides are multiples of 16 bytes
+  bool out_aligned;                            // of 8 bytes
+};
+
+template <typename T, typename Config>
+struct Cta {
+  static constexpr int kRowTiles = Config::kRowTiles;
+  static constexpr int kTileKV = Config::kTileKV;
+  static constexpr int kBlocksS = kTileKV / 8, kBlocksV = Config::kHeadDimV / 8;
+  static constexpr int kStepsQK = Config::kHeadDimQK / 16, kStepsPV = kTileKV / 16;
+  using LayoutQK = TileLayout<Config::kHeadDimQK>;
+  using LayoutV = TileLayout<Config::kHeadDimV>;
+
+  const KernelParams& params;
+  const PrefillParams& p;
+  SharedStorage<Config>& smem;
+  float o[kRowTiles][kBlocksV][4];
+  OnlineSoftmax<kRowTiles> softmax;
+
+  __device__ Cta(const KernelParams& kernel_params, SharedStorage<Config>& storage)
+      : params(kernel_params), p(kernel_params.problem), smem(storage) {}
+
+  __device__ __forceinline__ static int lane() { return computed_here(threadIdx.x) % 32; }
+
+  // The warp's first row in the tile.
+  __device__ __forceinline__ static int warp_row() { return computed_here(threadIdx.x) / 32 * Config::kWarpRows; }
+
+  __device__ __forceinline__ plan::Header& header() const { return *reinterpret_cast<plan::Header*>(params.plan); }
+
+  // ---- The work ----
+
+  __device__ __forceinline__ static int32_t rows_of_tile(const Work& work) { return min(work.q_rows, Config::kTileQ); }
+
+  __device__ __forceinline__ static int32_t keys_of_tile(const Work& work) {
+    return max(min(work.keys, work.last_key + rows_of_tile(work)), 0);
+  }
+
+  __device__ __forceinline__ static int32_t kv_tiles(const Work& work) {
+    return (keys_of_tile(work) + kTileKV - 1) / kTileKV;
+  }
+
+  __device__ __forceinline__ Work first_of_item(int32_t index) const {
+    if (index >= header().num_items) return {};
+    const int4* const words = reinterpret_cast<const int4*>(params.plan + plan::kItemsBegin) + (int64_t)index * 2;
+    const int4 a = words[0], b = words[1];  // seq, q_begin, q_rows, kv_begin; kv_end, heads
+    const int32_t q_begin = p.cu_seqlens_q[a.x], q_end = p.cu_seqlens_q[a.x + 1];
+    const int32_t k_begin = p.cu_seqlens_k[a.x], k_end = p.cu_seqlens_k[a.x + 1];
+    const int32_t last_key = p.causal ? a.y + (k_end - k_begin) - (q_end - q_begin) - a.w : INT32_MAX / 2;
+    return {q_begin + a.y, a.z, k_begin + a.w, b.x - a.w, last_key, b.y, b.y, b.y + b.z};
+  }
+
+  __device__ __forceinline__ static bool is_last_of_item(const Work& work) {
+    return work.head + 1 == work.head_end && work.q_rows <= Config::kTileQ;
+  }
+
+  // The next head, or all heads of the next rows.
+  __device__ __forceinline__ static Work next_of_item(Work work) {
+    if (++work.head == work.head_end) {
+      work.head = work.head_begin;
+      work.q_row += Config::kTileQ;
+      work.q_rows -= Config::kTileQ;
+      work.last_key += Config::kTileQ;
+    }
+    return work;
+  }
+
+  // The next tile of work, in two steps over the last key tiles of this one, so that neither waits for the one before.
+  // Not earlier: a long item would hold on to the next while other CTAs run out of work.
+  __device__ __forceinline__ void prepare_next(const Work& work, Work& next, int32_t& drawn, bool draw, bool read) {
+    if (threadIdx.x != 0) return;
+    if (draw && is_last_of_item(work)) drawn = (int32_t)gridDim.x + atomicAdd(&header().ticket[0], 1);
+    if (read) next = is_last_of_item(work) ? first_of_item(drawn) : next_of_item(work);
+  }
+
+  // ---- Loads ----
+
+  __device__ __forceinline__ void load_q(const Work& work) {
+    const RowSource q = rows_of(p.q, work.q_row, work.head, p.dim_qk);
+    TileCopy<Config::kTileQ, Config::kHeadDimQK, Config::kThreads>::copy(smem_address(smem.q), q, {q.data, 0, 0},
+                                                                         work.q_rows, params.q_in_chunks);
+  }
+
+  __device__ __forceinline__ void load_k(const Work& work, int32_t tile) {
+    const int64_t row = (int64_t)work.k_row + tile * kTileKV;
+    TileCopy<kTileKV, Config::kHeadDimQK, Config::kThreads>::copy(
+        smem_address(smem.k), rows_of(p.k, row, work.head, p.dim_k), rows_of(p.k_pe, row, 0, p.dim_qk - p.dim_k),
+        keys_of_tile(work) - tile * kTileKV, params.k_in_chunks);
+  }
+
+  __device__ __forceinline__ void load_v(const Work& work, int32_t tile) {
+    const RowSource v = rows_of(p.v, (int64_t)work.k_row + tile * kTileKV, work.head, p.dim_v);
+    TileCopy<kTileKV, Config::kHeadDimV, Config::kThreads>::copy(
+        smem_address(smem.v), v, {v.data, 0, 0}, keys_of_tile(work) - tile * kTileKV, params.v_in_chunks);
+  }
+
+  // Of Q and the last K, into memory that nobody reads any more.
+  __device__ __forceinline__ void start_loads(const Work& work) {
+    const int32_t tiles = kv_tiles(work);
+    if (tiles == 0) return;
+    load_q(work);
+    load_k(work, tiles - 1);
+  }
+
+  // ---- Products ----
+
+  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4]) const {
+    const MatrixRow a = row_by_row(lane()), b = column_by_column(lane());
+    const uint32_t q_from = smem_address(smem.q) + LayoutQK::offset(warp_row() + a.row, a.chunk);
+    const uint32_t k_from = smem_address(smem.k) + LayoutQK::offset(b.row, b.chunk);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksS; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < kStepsQK; ++step) {
+      uint32_t q[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        load_matrices(q[m], LayoutQK::at_step(q_from, step) + m * 16 * LayoutQK::kRowBytes);
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocksS; n += 2) {
+        uint32_t k[4];
+        load_matrices(k, LayoutQK::at_step(k_from, step) + n * 8 * LayoutQK::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_add<T>(s[m][n], q[m], k[0], k[1]);
+          multiply_add<T>(s[m][n + 1], q[m], k[2], k[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_values(const float (&weights)[kRowTiles][kBlocksS][4]) {
+    const MatrixRow b = row_by_row(lane());
+    const uint32_t v_from = smem_address(smem.v) + LayoutV::offset(b.row, b.chunk);
+#pragma unroll
+    for (int step = 0; step < kStepsPV; ++step) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const float *low = weights[m][2 * step], *high = weights[m][2 * step + 1];
+        a[m][0] = pack<T>(low[0], low[1]);
+        a[m][1] = pack<T>(low[2], low[3]);
+        a[m][2] = pack<T>(high[0], high[1]);
+        a[m][3] = pack<T>(high[2], high[3]);
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocksV; n += 2) {
+        uint32_t v[4];
+        load_matrices_transposed(v, LayoutV::at_step(v_from, n / 2) + step * 16 * LayoutV::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_add<T>(o[m][n], a[m], v[0], v[1]);
+          multiply_add<T>(o[m][n + 1], a[m], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+  // ---- One tile ----
+
+  // The last key that a row of the tile sees.
+  __device__ __forceinline__ static int32_t limit(const Work& work, int32_t row) {
+    return min(work.last_key + row, work.keys - 1);
+  }
+
+  __device__ __forceinline__ void weigh(float (&s)[kRowTiles][kBlocksS][4], const Work& work, int32_t first_key) {
+    if (params.factor != 1.0f) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kBlocksS; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[m][n][i] *= params.factor;
+        }
+      }
+    }
+    if (first_key + kTileKV - 1 > limit(work, warp_row())) {
+      const int row = warp_row() + accumulator_row(lane(), 0);
+      mask(s, lane(), [&](int m, int r) { return limit(work, row + m * 16 + r * 8) - first_key; });
+    }
+    softmax.update(s, o, params.scale_log2);
+  }
+
+  // Computes `work`, of which Q and the last K are on their way, and starts the loads of `next`.
+  __device__ __forceinline__ void run_tile(const Work& work, Work& next) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlocksV; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[m][n][i] = 0.0f;
+      }
+    }
+    softmax.start();
+
+    const int32_t last_row = min(warp_row() + Config::kWarpRows, rows_of_tile(work)) - 1;
+    const int32_t last_of_warp = warp_row() <= last_row ? limit(work, last_row) : -1;
+    const int32_t tiles = kv_tiles(work);
+    int32_t drawn = 0;
+    if (tiles == 0) {
+      __syncthreads();  // `next` was the tile before, which is written now
+      prepare_next(work, next, drawn, true, true);
+      __syncthreads();
+    }
+#pragma unroll 1
+    for (int32_t tile = tiles - 1; tile >= 0; --tile) {
+      const int32_t first_key = tile * kTileKV;
+      const bool active = first_key <= last_of_warp;
+      wait_for_copies();
+      __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
+      load_v(work, tile);
+      prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
+      float s[kRowTiles][kBlocksS][4];
+      if (active) scores(s);
+      wait_for_copies();
+      __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
+      if (active) weigh(s, work, first_key);
+      if (tile > 0) load_k(work, tile - 1);  // not before the softmax: its addresses would spill there
+      if (active) add_values(s);
+    }
+    start_loads(next);
+    write_tile(work);
+  }
+
+  __device__ __forceinline__ void write_tile(const Work& work) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int32_t row_in_tile = warp_row() + m * 16 + accumulator_row(lane(), 2 * r);
+        const int64_t row = (int64_t)work.q_row + row_in_tile;
+        const float total = softmax.total(m, r);
+        const RowWeights weights =
+            finish_row(p, row, work.head, total, softmax.lse(m, r, total), row_in_tile < rows_of_tile(work));
+        write_row<T>(p, row, work.head, o[m], r, weights, params.out_aligned);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (threadIdx.x == 0) smem.work[0] = first_of_item((int32_t)blockIdx.x);
+    __syncthreads();
+    start_loads(smem.work[0]);
+#pragma unroll 1
+    for (int slot = 0; smem.work[slot].q_rows > 0; slot ^= 1) run_tile(smem.work[slot], smem.work[slot ^ 1]);
+    // The last CTA to finish resets the counters, so that the plan serves the next layer.
+    if (threadIdx.x == 0 && atomicAdd(&header().finished[0], 1) == (int32_t)gridDim.x - 1) {
+      header().ticket[0] = 0;
+      header().finished[0] = 0;
+    }
+  }
+};
+
+template <typename T, typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kCtasPerSm) void prefill_kernel(const __grid_constant__ KernelParams params) {
+  extern __shared__ __align__(128) uint8_t shared_memory[];
+  Cta<T, Config>(params, *reinterpret_cast<SharedStorage<Config>*>(shared_memory)).run();
+}
+
+}  // namespace mla_prefill::sm80

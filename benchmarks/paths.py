@@ -1,8 +1,6 @@
-"""Ways to compute a step, from the new tokens' projection to the layer's output: ours, variants of it, and vLLM's."""
+"""Ways to compute a step, from the new tokens' projection to the layer's output: ours and vLLM's."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,16 +10,12 @@ from benchmarks.peers_cuda import Fa3
 from benchmarks.steps import LATENT, NOPE, ROPE, SCALE, StepInputs, V
 from benchmarks.timer import Run
 from mla_prefill.backends import SplitKey
-from mla_prefill.layer import MLAAttention
-from mla_prefill.metadata import PrefillContextChunk, PrefillMetadata
-from mla_prefill.ops import gather_latent
 
 
 class Ours:
     """The layer's own code, from the projection of the new tokens on."""
 
     name = "ours"
-    layer_class: type[MLAAttention] = MLAAttention
 
     def __init__(self, inputs: StepInputs) -> None:
         self.inputs = inputs
@@ -64,84 +58,6 @@ class Ours:
         inputs = self.inputs
         for chunk, (k, v) in zip(inputs.chunks, self.projected, strict=True):
             self.layer._accumulate(chunk, inputs.q, k, v, self.out, self.lse, inputs.metadata)
-
-
-class OverlappedLayer(MLAAttention):
-    """Gather and projection of the next chunk on a second stream, beside the attention over this one."""
-
-    def _attend_context(self, q: Tensor, out: Tensor, lse: Tensor, kv_cache: Tensor, metadata: PrefillMetadata) -> None:
-        main, side = torch.cuda.current_stream(), _side_stream()
-        workspace = metadata.chunked_context.workspace
-        buffers = (workspace, torch.empty_like(workspace))
-        used = [torch.cuda.Event(), torch.cuda.Event()]  # by the attention over the buffer's last chunk
-        side.wait_stream(main)
-        for chunk in metadata.chunked_context.chunks:
-            turn = chunk.index % 2
-            with torch.cuda.stream(side):
-                side.wait_event(used[turn])
-                latent = buffers[turn][: chunk.num_context_tokens]
-                k, v = self._project(*self._gather(kv_cache, replace(chunk, latent=latent)))
-                v.record_stream(main)
-            main.wait_stream(side)
-            self._accumulate(chunk, q, k, v, out, lse, metadata)
-            used[turn].record(main)
-        buffers[1].record_stream(side)
-
-
-class Variant(Ours):
-    """Only the whole is timed: the parts are those of ours."""
-
-    def phases(self) -> dict[str, Run]:
-        return {}
-
-
-class Overlapped(Variant):
-    name = "ours, overlapped"
-    layer_class = OverlappedLayer
-
-
-_streams: list[torch.cuda.Stream] = []
-
-
-def _side_stream() -> torch.cuda.Stream:
-    if not _streams:
-        _streams.append(torch.cuda.Stream())
-    return _streams[0]
-
-
-class Ungathered(Variant):
-    """The projection reads the cache's rows through an index; only the rope part of the latents is gathered."""
-
-    name = "ours, projection from the cache"
-
-    def __init__(self, inputs: StepInputs) -> None:
-        super().__init__(inputs)
-        from benchmarks.triton_kernels import gathered_matmul
-
-        self.matmul = gathered_matmul
-        self.rows = [rows.int() for rows in inputs.chunk_rows]
-
-    @torch.no_grad()
-    def run(self) -> Tensor:
-        inputs, layer = self.inputs, self.layer
-        self._new_tokens()
-        cache = inputs.cache.view(-1, inputs.cache.shape[2])
-        for chunk, rows in zip(inputs.chunks, self.rows, strict=True):
-            kv = self.matmul(cache, rows, layer.kv_b_proj.weight).view(-1, inputs.case.num_heads, NOPE + V)
-            k_nope, v = kv.split([NOPE, V], dim=-1)
-            key = SplitKey(k_nope, self._rope_of(chunk))
-            layer._accumulate(chunk, inputs.q, key, v, self.out, self.lse, inputs.metadata)
-        return self.out
-
-    def _rope_of(self, chunk: PrefillContextChunk) -> Tensor:
-        inputs = self.inputs
-        return gather_latent(
-            inputs.cache[..., LATENT:],
-            chunk.block_table,
-            chunk.cu_seq_lens,
-            chunk.starts,
-            out=chunk.latent[:, LATENT:],
-        )
 
 
 class Generic:

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.options import name_list
-from benchmarks.paths import Generic, Ours, Overlapped, Ungathered
+from benchmarks.paths import Generic, Ours
 from benchmarks.peers_cuda import Fa3, VllmFa3
 from benchmarks.steps import STEP_CASES, StepCase, StepInputs, trace_steps
 from benchmarks.timer import Run, device_seconds, host_seconds
 
 ATTENTION = {"vllm-fa3": VllmFa3("vllm-fa3", 0), "fa3": Fa3("fa3", 0)}  # both choose their KV splits, as vLLM has them
-VARIANTS: dict[str, type[Ours]] = {"overlapped": Overlapped, "ungathered": Ungathered}
 HOST_CALLS = 10
 TRACE_TARGET, TARGET = 1.3, 1.2
 
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=50, help="of the trace")
     parser.add_argument("--heads", type=int, default=16, help="of the trace's steps")
     parser.add_argument("--attention", choices=ATTENTION, help="of vLLM's path; default: the first that is installed")
-    parser.add_argument("--variants", type=name_list(VARIANTS), default=[], metavar="V,W", help=f"of {list(VARIANTS)}")
     parser.add_argument("--out", type=Path, metavar="DIR", help="also write the figures there")
 
 
@@ -39,8 +37,6 @@ def run(options: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks step: expected a CUDA device, got none")
     paths: dict[str, Callable[[StepInputs], object]] = {Ours.name: Ours}
-    for name in options.variants:
-        paths[VARIANTS[name].name] = VARIANTS[name]
     attention = _attention(options.attention)
     if attention is None:
         print(f"{Generic.name}: not measured: no FlashAttention-3 here")
@@ -86,13 +82,13 @@ def _measure(
     prepared = []
     for name, path in paths.items():
         try:
-            inputs = StepInputs(case, getattr(path, "layer_class", Ours.layer_class))
+            inputs = StepInputs(case)
             computed = path(inputs)
             row["error"][name] = inputs.error(computed.run(), samples)
             row["host_us"][name] = 1e6 * host_seconds(computed.run, HOST_CALLS)
             runs[name] = computed.run
             prepared.append((name, computed))
-        except Exception as error:  # a variant may need what is not here
+        except Exception as error:  # a peer may need what is not here
             row["failed"][name] = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
     if phases:
         for name, computed in prepared:

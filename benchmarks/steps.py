@@ -71,7 +71,7 @@ class StepInputs:
     The new tokens come as the projection's output. The cache's blocks are in random order.
     """
 
-    def __init__(self, case: StepCase, layer_class: type[MLAAttention] = MLAAttention, device: str = "cuda") -> None:
+    def __init__(self, case: StepCase, device: str = "cuda") -> None:
         self.case = case
         self.generator = torch.Generator(device).manual_seed(0)
         self.device = device
@@ -80,7 +80,7 @@ class StepInputs:
         with torch.no_grad():
             projection.weight.copy_(self._normal(features, LATENT) / math.sqrt(LATENT))
         config = EngineConfig()
-        self.layer = layer_class(
+        self.layer = MLAAttention(
             num_heads=case.num_heads,
             kv_lora_rank=LATENT,
             qk_nope_head_dim=NOPE,

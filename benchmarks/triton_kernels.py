@@ -1,8 +1,7 @@
-"""Triton kernels that the step benchmark compares with: the merge of vLLM's path, and a projection that gathers."""
+"""The merge of vLLM's path, in Triton as vLLM has it."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,37 +40,3 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tenso
         out_a, lse_a, out_b, lse_b, out, lse, *(x.stride(0) for x in (out_a, out_b, out, lse_a, lse_b, lse)), heads,
         HEADS=block, DIM=dim,
     )  # fmt: skip
-
-
-@triton.jit
-def _gathered_matmul(
-    a, rows, b, out, m, n, stride_a, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STEP: tl.constexpr
-):
-    # Eight blocks of rows share a column block of b in the L2.
-    blocks_m, blocks_n, group = tl.cdiv(m, M), tl.cdiv(n, N), 8
-    first = tl.program_id(0) // (group * blocks_n) * group
-    size = min(blocks_m - first, group)
-    block_m = first + tl.program_id(0) % (group * blocks_n) % size
-    block_n = tl.program_id(0) % (group * blocks_n) // size
-    row, column, step = block_m * M + tl.arange(0, M), block_n * N + tl.arange(0, N), tl.arange(0, STEP)
-    cached = tl.load(rows + row, mask=row < m, other=0).to(tl.int64)
-    at_a = a + cached[:, None] * stride_a + step[None, :]
-    at_b = b + (column % n)[None, :] * K + step[:, None]
-    total = tl.zeros((M, N), tl.float32)
-    for _ in range(K // STEP):
-        total = tl.dot(tl.load(at_a), tl.load(at_b), total)
-        at_a += STEP
-        at_b += STEP
-    target = out + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
-
-
-def gathered_matmul(a: Tensor, rows: Tensor, b: Tensor) -> Tensor:
-    """``a[rows, :k] @ b.T``: a ``[any, at least k]``, rows int32 ``[m]``, b ``[n, k]``; k a multiple of 64."""
-    m, (n, k) = len(rows), b.shape
-    out = torch.empty(m, n, dtype=a.dtype, device=a.device)
-    grid = (triton.cdiv(m, 128) * triton.cdiv(n, 256),)
-    _gathered_matmul[grid](
-        a, rows, b, out, m, n, a.stride(0), K=k, M=128, N=256, STEP=64, num_warps=8, num_stages=3
-    )  # fmt: skip
-    return out

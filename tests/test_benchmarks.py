@@ -8,9 +8,8 @@ from types import ModuleType
 import pytest
 
 import mla_prefill
-from benchmarks.steps import SCALE
 from benchmarks.paths import Generic, Ours
-from benchmarks.steps import TRACE_BUDGET, StepCase, StepInputs, trace_steps
+from benchmarks.steps import SCALE, TRACE_BUDGET, StepCase, StepInputs, trace_steps
 from benchmarks.trace import calls_of
 
 CASES = [

@@ -1,5 +1,7 @@
 // Eight lanes per row find its request by bisection and copy or dequantize the cached row. Each lane has up to nine
 // packs in flight: with rows of 576 values that is all of the row, and a warp keeps 4.5 KB on the way.
+#include <type_traits>
+
 #include "context/convert.h"
 #include "context/device.h"
 #include "numeric.h"
@@ -38,22 +40,29 @@ __device__ Pack<T, kSize> scaled(const Pack<Float8E4M3, kSize>& quantized, float
   return from_floats<T>(values);
 }
 
+// A pack in registers, whole: of one in single bytes each would take a register of its own.
+template <typename Stored>
+using Words = std::conditional_t<sizeof(Stored) % 4 == 0, Pack<uint32_t, sizeof(Stored) / 4>, Stored>;
+
 // Elements [0, count) of a row, as `Stored` in the cache; all loads of a lane come before its first store. `convert`
 // gets a pack, its column, and the number of lane strides before it.
 template <typename T, int kSize, int kInFlight = 9, typename Stored, typename Convert>
 __device__ void copy_row(const Stored* from, T* out, int32_t count, const Convert& convert) {
   constexpr int32_t kStep = kLanes * kSize;
   for (int32_t first = (int32_t)threadIdx.x % kLanes * kSize; first < count; first += kStep * kInFlight) {
-    Pack<Stored, kSize> stored[kInFlight] = {};
+    using StoredPack = Pack<Stored, kSize>;
+    Words<StoredPack> words[kInFlight] = {};
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int32_t column = first + i * kStep;
-      if (from && column < count) stored[i] = load_pack<kSize>(from + column);
+      if (from && column < count) words[i] = *reinterpret_cast<const Words<StoredPack>*>(from + column);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int32_t column = first + i * kStep;
-      if (column < count) store_pack(out + column, convert(stored[i], column, i));
+      StoredPack stored;
+      __builtin_memcpy(&stored, &words[i], sizeof stored);
+      if (column < count) store_pack(out + column, convert(stored, column, i));
     }
   }
 }

@@ -1,5 +1,6 @@
 // Sequences are sorted by rank with a stable counting sort, then every item is written from its own index. Each CTA
-// sorts for itself (they all find the same, so that none waits for another) and writes its share of the items.
+// sorts for itself (they all find the same, so that none waits for another) and writes its share of the items. Loops
+// are not unrolled: the code is cold at each step, and comes from device memory.
 #include "plan/device.h"
 
 namespace mla_prefill::plan {
@@ -55,49 +56,47 @@ __device__ int32_t sort_sequences(const Config& config, const Problem& p, const 
                                   int32_t (&warp_sums)[kWarps]) {
   __shared__ int32_t places[kNumRanks][kWarps + 1];  // one more: lanes with different ranks meet different banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t share = (int32_t)ceil_div(ceil_div(p.batch, kWarps), 32) * 32;
+  const int32_t share = ceil_div(ceil_div(p.batch, kWarps), 32) * 32;
   const uint32_t from = (uint32_t)warp * share, to = from + share, all = p.batch;
   const int32_t begin = (int32_t)(from < all ? from : all), end = (int32_t)(to < all ? to : all);
-  // Calls `found` for each sequence with rows, with the place of its rank in this warp's share, which moves on.
-  const auto for_each = [&](const auto& found) {
-    const uint32_t lanes_before = (1u << lane) - 1;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kNumRanks * (kWarps + 1); i += kThreads) places[0][i] = 0;
+  __syncthreads();
+  int32_t num_sequences = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const bool counted = pass > 0;
+    if (counted) {  // from counts to places: ranks descend, warps ascend
+      constexpr int kPerThread = kNumRanks * kWarps / kThreads;
+      static_assert(kPerThread * kThreads == kNumRanks * kWarps, "each thread has as many counts");
+      int32_t* counts[kPerThread];
+      int32_t sum = 0;
+      for (int i = 0; i < kPerThread; ++i) {
+        const int index = threadIdx.x * kPerThread + i;
+        counts[i] = &places[kNumRanks - 1 - index / kWarps][index % kWarps];
+        sum += *counts[i];
+      }
+      int32_t place = scan(sum, warp_sums, &num_sequences) - sum;
+      for (int i = 0; i < kPerThread; ++i) {
+        const int32_t count = *counts[i];
+        *counts[i] = place;
+        place += count;
+      }
+      __syncthreads();
+    }
+#pragma unroll 1
     for (int32_t base = begin; base < end; base += 32) {
       const int32_t seq = base + lane;
       const int32_t rank = seq < end ? rank_of(config, p, seq) : -1;
-      const uint32_t alike = lanes_alike(rank);
+      const uint32_t alike = lanes_alike(rank), alike_before = alike & ((1u << lane) - 1);
       const int32_t next = rank >= 0 ? places[rank][warp] : 0;
       sync_warp();
-      if (rank >= 0) {
-        found(seq, next + __popc(alike & lanes_before));
-        if ((alike & lanes_before) == 0) places[rank][warp] = next + __popc(alike);
-      }
+      if (rank >= 0 && alike_before == 0) places[rank][warp] = next + __popc(alike);
+      if (rank >= 0 && counted) scratch.order[next + __popc(alike_before)] = seq;
       sync_warp();
     }
-  };
-
-  for (int i = threadIdx.x; i < kNumRanks * (kWarps + 1); i += kThreads) places[0][i] = 0;
-  __syncthreads();
-  for_each([](int32_t, int32_t) {});  // counts
-  __syncthreads();
-
-  // From counts to places: ranks descend, warps ascend.
-  constexpr int kPerThread = kNumRanks * kWarps / kThreads;
-  static_assert(kPerThread * kThreads == kNumRanks * kWarps, "each thread has as many counts");
-  const auto count_at = [&](int i) -> int32_t& {
-    const int index = threadIdx.x * kPerThread + i;
-    return places[kNumRanks - 1 - index / kWarps][index % kWarps];
-  };
-  int32_t own = 0, num_sequences;
-  for (int i = 0; i < kPerThread; ++i) own += count_at(i);
-  int32_t place = scan(own, warp_sums, &num_sequences) - own;
-  for (int i = 0; i < kPerThread; ++i) {
-    const int32_t count = count_at(i);
-    count_at(i) = place;
-    place += count;
+    __syncthreads();
   }
-  __syncthreads();
-
-  for_each([&](int32_t seq, int32_t place_of_it) { scratch.order[place_of_it] = seq; });
   return num_sequences;
 }
 
@@ -116,6 +115,7 @@ __global__ __launch_bounds__(kThreads, 1) void plan_kernel(Config config, Proble
   __syncthreads();
 
   int32_t num_items = 0;
+#pragma unroll 1
   for (int32_t base = 0; base < num_sequences; base += kThreads) {
     const int32_t i = base + threadIdx.x;
     SequenceWork work = {};
@@ -150,15 +150,19 @@ __global__ __launch_bounds__(kThreads, 1) void plan_kernel(Config config, Proble
     *reinterpret_cast<Header*>(buffer) = header;
   }
 
+#pragma unroll 1
   for (int32_t i = blockIdx.x * kThreads + threadIdx.x; i < kItemsBegin - kHeaderInts; i += num_ctas * kThreads) {
     buffer[kHeaderInts + i] = 0;
   }
   WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kItemsBegin);
+#pragma unroll 1
   for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += num_ctas * kThreads) {
     items[index] = {};  // so that equal lengths give equal plans
   }
+#pragma unroll 1
   for (int32_t index = blockIdx.x * kThreads + threadIdx.x; index < listed; index += num_ctas * kThreads) {
     int32_t low = 0, high = num_sequences;  // the sequence whose items include this one
+#pragma unroll 1
     while (high - low > 1) {
       const int32_t middle = (low + high) / 2;
       (scratch.first_item[middle] <= index ? low : high) = middle;
@@ -174,7 +178,7 @@ int64_t scratch_ints(int64_t batch) { return 2 * batch + 1; }
 
 cudaError_t write_on_device(const Config& config, const Problem& problem, int32_t* buffer, int64_t capacity,
                             int32_t* scratch, cudaStream_t stream) {
-  const int32_t num_ctas = (int32_t)clamp(ceil_div(capacity, kThreads), 1, kMostCtas);
+  const int32_t num_ctas = (int32_t)clamp((capacity + kThreads - 1) / kThreads, 1, kMostCtas);
   plan_kernel<<<num_ctas, kThreads, 0, stream>>>(config, problem, buffer, (int32_t)capacity, num_ctas,
                                                  {scratch, scratch + problem.batch});
   return cudaGetLastError();

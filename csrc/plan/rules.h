@@ -22,7 +22,7 @@ struct Config {
   int32_t tile_kv = 128;           // keys per step of the kernel's main loop, at least kMinTileKV
   int32_t item_overhead = 2;       // cost of starting an item, in key tiles
   int32_t min_item_cost = 8;       // cheaper items take several heads until they cost this much, in key tiles
-  int64_t group_bytes = 32 << 20;  // K and V of the heads that run side by side should fit this cache
+  int64_t group_bytes = 32 << 20;  // K and V of the heads that run side by side should fit this cache; below 2^32
   int32_t max_splits = 1;          // pieces that an item's keys are cut into at most; see num_splits
   int32_t split_items = 0;         // sequences of fewer items are split, into up to this many pieces
   int32_t min_split_keys = 0;      // keys of a piece at least, several times tile_kv
@@ -30,7 +30,9 @@ struct Config {
 
 MLA_HOST_DEVICE bool is_short(const Config& config, int32_t len_k) { return len_k <= config.short_keys; }
 
-MLA_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MLA_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) {  // a >= 0, b > 0; in 32 bits, which GPUs divide faster
+  return (int32_t)(((uint32_t)a + (uint32_t)b - 1) / (uint32_t)b);
+}
 
 MLA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
@@ -40,7 +42,7 @@ MLA_HOST_DEVICE int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t n
   return (max_tokens_q / kMinTileQ + (batch < max_tokens_q ? batch : max_tokens_q)) * num_heads;
 }
 
-MLA_HOST_DEVICE int32_t log2_floor(int64_t x) {  // of x >= 1
+MLA_HOST_DEVICE int32_t log2_floor(int32_t x) {  // of x >= 1
   int32_t result = 0;
   while (x >> result >= 2) ++result;
   return result;
@@ -60,7 +62,7 @@ static_assert(kMaxSplits == 1 << kNumSplitClasses, "a class for each number of p
 // pieces, for as many CTAs, which combine their results. It follows from the sequence alone, so that a result does not
 // depend on the rest of the batch.
 MLA_HOST_DEVICE int32_t num_splits(const Config& config, int32_t num_heads, bool causal, int32_t len_q, int32_t len_k) {
-  const int64_t items = ceil_div(len_q, config.tile_q) * num_heads;
+  const int64_t items = (int64_t)ceil_div(len_q, config.tile_q) * num_heads;
   const int64_t keys = visible_keys(causal, len_q, len_k, len_q < config.tile_q ? len_q : config.tile_q);
   int32_t splits = 1;
   while (2 * splits <= config.max_splits && 2 * splits * items <= config.split_items &&
@@ -71,7 +73,7 @@ MLA_HOST_DEVICE int32_t num_splits(const Config& config, int32_t num_heads, bool
 }
 
 // Modelled time of one head of an item, in key tiles.
-MLA_HOST_DEVICE int64_t item_cost(const Config& config, int32_t keys) {
+MLA_HOST_DEVICE int32_t item_cost(const Config& config, int32_t keys) {
   return config.item_overhead + ceil_div(keys, config.tile_kv);
 }
 
@@ -83,7 +85,10 @@ MLA_HOST_DEVICE int32_t heads_per_item(const Config& config, int32_t num_heads, 
 // Heads whose keys and values share the cache while all query tiles of a sequence pass over them.
 MLA_HOST_DEVICE int32_t heads_per_group(const Config& config, int32_t num_heads, int32_t len_k, int64_t bytes_per_key) {
   const int64_t per_head = len_k * bytes_per_key;
-  return per_head == 0 ? num_heads : (int32_t)clamp(config.group_bytes / per_head, 1, num_heads);
+  if (per_head == 0) return num_heads;
+  if (per_head >= config.group_bytes) return 1;
+  const uint32_t heads = (uint32_t)config.group_bytes / (uint32_t)per_head;
+  return heads < (uint32_t)num_heads ? (int32_t)heads : num_heads;
 }
 
 // Query rows [q_begin, q_begin + q_rows) of sequence `seq` against its keys [kv_begin, kv_end), for heads
@@ -120,24 +125,23 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   work.len_k = len_k;
   work.num_heads = num_heads;
   work.tile_q = is_short(config, len_k) ? config.short_tile_q : config.tile_q;
-  work.num_tiles = (int32_t)ceil_div(len_q, work.tile_q);
+  work.num_tiles = ceil_div(len_q, work.tile_q);
   work.group = heads_per_group(config, num_heads, len_k, bytes_per_key);
   work.step = heads_per_item(config, num_heads, len_k);
-  work.items_per_group = work.num_tiles * (int32_t)ceil_div(work.group, work.step);
+  work.items_per_group = work.num_tiles * ceil_div(work.group, work.step);
   const int32_t last_group = num_heads % work.group;
-  work.num_items =
-      num_heads / work.group * work.items_per_group + work.num_tiles * (int32_t)ceil_div(last_group, work.step);
+  work.num_items = num_heads / work.group * work.items_per_group + work.num_tiles * ceil_div(last_group, work.step);
   work.num_splits = num_splits(config, num_heads, causal, len_q, len_k);
   return work;
 }
 
-MLA_HOST_DEVICE WorkItem item_of_sequence(const SequenceWork& work, bool causal, int32_t seq, int32_t index) {
-  const int32_t group_begin = index / work.items_per_group * work.group;
+MLA_HOST_DEVICE WorkItem item_of_sequence(const SequenceWork& work, bool causal, int32_t seq, uint32_t index) {
+  const int32_t group_begin = (int32_t)(index / work.items_per_group) * work.group;
   const int32_t group_end = group_begin + work.group < work.num_heads ? group_begin + work.group : work.num_heads;
-  const int32_t items_per_tile = (int32_t)ceil_div(group_end - group_begin, work.step);
-  const int32_t inside = index % work.items_per_group;
-  const int32_t tile = work.num_tiles - 1 - inside / items_per_tile;
-  const int32_t head = group_begin + inside % items_per_tile * work.step;
+  const uint32_t items_per_tile = ceil_div(group_end - group_begin, work.step);
+  const uint32_t inside = index % work.items_per_group;
+  const int32_t tile = work.num_tiles - 1 - (int32_t)(inside / items_per_tile);
+  const int32_t head = group_begin + (int32_t)(inside % items_per_tile) * work.step;
 
   WorkItem item;
   item.seq = seq;
@@ -154,7 +158,7 @@ MLA_HOST_DEVICE WorkItem item_of_sequence(const SequenceWork& work, bool causal,
 // A quarter-octave scale: it keeps the sort linear and leaves sequences of about the same work in memory order.
 // `tiles` >= 0.
 constexpr int32_t kNumLengthRanks = 4 * 32;
-MLA_HOST_DEVICE int32_t length_rank(int64_t tiles) {
+MLA_HOST_DEVICE int32_t length_rank(int32_t tiles) {
   if (tiles < 4) return (int32_t)tiles;
   const int32_t octave = log2_floor(tiles) - 2;  // tiles >> octave is in [4, 8)
   return 4 * octave + (int32_t)(tiles >> octave);
@@ -171,13 +175,13 @@ MLA_HOST_DEVICE int32_t sequence_rank(const Config& config, int32_t num_heads, b
   if (is_short(config, len_k)) return 0;
   const int32_t splits = num_splits(config, num_heads, causal, len_q, len_k);
   if (splits > 1) {
-    const int64_t octave = log2_floor(len_k / splits / config.min_split_keys);  // of a piece's length
+    const int32_t octave = log2_floor(len_k / splits / config.min_split_keys);  // of a piece's length
     return kNumLengthRanks + (log2_floor(splits) - 1) * kRanksPerSplitClass +
            (int32_t)clamp(octave, 0, kRanksPerSplitClass - 1);
   }
   const int32_t first_rows = len_q < config.tile_q ? len_q : config.tile_q;
-  const int64_t first = ceil_div(visible_keys(causal, len_q, len_k, first_rows), config.tile_kv);
-  const int64_t last = ceil_div(visible_keys(causal, len_q, len_k, len_q), config.tile_kv);
+  const int32_t first = ceil_div(visible_keys(causal, len_q, len_k, first_rows), config.tile_kv);
+  const int32_t last = ceil_div(visible_keys(causal, len_q, len_k, len_q), config.tile_kv);
   return length_rank(8 * first + last);
 }
 

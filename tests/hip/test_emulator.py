@@ -268,6 +268,8 @@ def test_wide_arithmetic() -> None:
     assert result() == a << 7
     execute(wave, "v_mad_u64_u32", "v[0:1], vcc, v6, v6, v[4:5]")
     assert result() == (0xFFFF0000**2 + b) % 2**64 and wave.scalar[VCC] == MASK
+    execute(wave, "v_mad_i64_i32", "v[0:1], vcc, v6, v6, v[4:5]")
+    assert result() == (0x10000**2 + b) % 2**64 and wave.scalar[VCC] == 0
     execute(wave, "v_add_co_u32_e32", "v0, vcc, v2, v4")
     execute(wave, "v_addc_co_u32_e32", "v1, vcc, v3, v5, vcc")
     assert result() == (a + b) % 2**64

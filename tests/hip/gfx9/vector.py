@@ -243,7 +243,7 @@ def plain(base: str, operands: list[Operand]) -> Action | None:
         return select(to, sources)
     if re.fullmatch(r"(add|sub|subrev|addc|subb|subbrev)_co_u32", base):
         return add_with_carry(base, to, sources)
-    if base in ("mad_u64_u32", "div_scale_f32"):
+    if base in ("mad_u64_u32", "mad_i64_i32", "div_scale_f32"):
         return with_mask_result(base, to, sources)
     return across_lanes(base, to, sources)
 
@@ -258,11 +258,18 @@ def with_mask_result(base: str, to: Operand, sources: list[Operand]) -> Action:
         w.write64(to.index, result)
         w.write_mask(mask, result < addend)
 
+    def multiply_add_signed(w: Wave) -> None:
+        addend = w.words64(sources[2]).view(np.int64)
+        product = signed(w.words(sources[0])).astype(np.int64) * signed(w.words(sources[1])).astype(np.int64)
+        result = np.broadcast_to(product + addend, LANES)
+        w.write64(to.index, result.view(U64))
+        w.write_mask(mask, (result < addend) != (product < 0))
+
     def division_scale(w: Wave) -> None:
         w.write(to.index, as_words(w.floats(sources[0])))
         w.write_scalar64(mask, 0)
 
-    return multiply_add if base == "mad_u64_u32" else division_scale
+    return {"mad_u64_u32": multiply_add, "mad_i64_i32": multiply_add_signed}.get(base, division_scale)
 
 
 def select(to: Operand, sources: list[Operand]) -> Action:

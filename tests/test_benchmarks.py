@@ -9,7 +9,7 @@ import pytest
 
 import mla_prefill
 from benchmarks.paths import Generic, Ours
-from benchmarks.steps import SCALE, TRACE_BUDGET, StepCase, StepInputs, trace_steps
+from benchmarks.steps import TRACE_BUDGET, StepCase, StepInputs, trace_steps
 from benchmarks.trace import calls_of
 
 CASES = [
@@ -23,9 +23,9 @@ CASES = [
 class Attention:
     """Stands in for FlashAttention-3."""
 
-    def call(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+    def call(self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale):
         return lambda: mla_prefill.ragged_prefill(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, scale=SCALE, causal=causal, return_lse=True
+            q, k, v, cu_seqlens_q, cu_seqlens_k, scale=scale, causal=causal, return_lse=True
         )
 
 

@@ -241,8 +241,8 @@ def test_state_and_isolation_of_other_head_dims(dims: tuple[int, int, int], dtyp
 
 @CASES
 def test_any_kernel_walks_over_any_plan(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """plan_prefill does not see the tensors, so the kernel may turn out to be another than it was made for. The tiles are
-    the plan's then, and the bits may differ."""
+    """plan_prefill does not see the tensors, so the kernel may turn out to be another than it was made for. Tiles are
+    the plan's then, and bits may differ."""
     inputs = make_inputs(case, dtype, "cuda")
     kernels = gpu_kernels()
     if len(kernels) < 2:

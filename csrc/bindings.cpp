@@ -55,7 +55,7 @@ py::list kernel_table() {
       py::dict row;
       row["backend"] = "sm90";
       row["dtypes"] = dtype;
-      row["head_dims"] = "(128, 64, 128)";
+      row["head_dims"] = "(128, 64, 128), (64, 64, 128), (128, 0, 128)";
       row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys";
       row["compute_capability"] = "9.0";  // whether such a device is there is torch's to say
       table.append(row);
@@ -142,7 +142,8 @@ std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std
 }
 
 int64_t item_cost(int32_t keys, const std::string& backend) {
-  return plan::item_cost(config_of(backend, sm90::kHeadDimQK, sm90::kHeadDimV, kHopperSharedBytes), keys);
+  constexpr int32_t kDimQK = 192, kDimV = 128;  // the cost is in key tiles, whatever the head dims
+  return plan::item_cost(config_of(backend, kDimQK, kDimV, kHopperSharedBytes), keys);
 }
 
 }  // namespace

@@ -294,8 +294,10 @@ def refused_by(kernel: str, inputs: Inputs, out: Tensor) -> str | None:
     dims = (inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2])
     if kernel == "sm80":
         return "head dims" if any(dim > 256 or dim % 8 for dim in dims) else None
-    nope, rope, dim_v = MLA
-    if dims != (nope + rope, nope + rope if inputs.k_pe is None else nope, dim_v):
+    _, rope, dim_v = MLA
+    dim_qk = dims[0]
+    dims_qk = (192, 128) if kernel == "sm90" else (192,)
+    if dim_qk not in dims_qk or dims[1:] != (dim_qk if inputs.k_pe is None else dim_qk - rope, dim_v):
         return "head dims"
     if not inputs.scale > 0:
         return "scale"

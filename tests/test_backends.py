@@ -30,6 +30,8 @@ from mla_prefill.backends.sdpa import SdpaPrefillBackend
 from mla_prefill.forward_context import AttentionConfig, DeviceConfig, EngineConfig, ModelConfig
 
 DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+EVEN = MLADimensions(qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=128)
+NO_ROPE = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=0, v_head_dim=128)
 GLM = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
 MINICPM = MLADimensions(qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 ODD = MLADimensions(qk_nope_head_dim=100, qk_rope_head_dim=64, v_head_dim=128)
@@ -265,6 +267,9 @@ def test_a_build_without_code_for_the_device(device) -> None:
     ("forced", "dims", "suits"),
     [
         ("sm90", DEEPSEEK, True),
+        ("sm90", EVEN, True),
+        ("sm90", NO_ROPE, True),
+        ("sm90", MLADimensions(qk_nope_head_dim=96, qk_rope_head_dim=32, v_head_dim=128), False),
         ("sm90", GLM, False),
         ("sm80", DEEPSEEK, True),
         ("sm80", GLM, True),
@@ -345,6 +350,8 @@ def test_a_missing_library_is_named(name: str) -> None:
         (None, DEEPSEEK, torch.bfloat16, "NATIVE"),
         (None, GLM, torch.float32, "NATIVE"),
         (HOPPER, DEEPSEEK, torch.bfloat16, "NATIVE"),
+        (HOPPER, EVEN, torch.bfloat16, "NATIVE"),
+        (HOPPER, NO_ROPE, torch.bfloat16, "NATIVE"),
         (HOPPER, GLM, torch.bfloat16, "FLASH_ATTN"),
         (HOPPER, DEEPSEEK, torch.float32, "SDPA"),
         (AMPERE, DEEPSEEK, torch.bfloat16, "NATIVE"),

@@ -40,6 +40,7 @@ from mla_prefill import PrefillPlan, plan_prefill
 pytestmark = pytest.mark.gpu
 
 State = tuple[torch.Tensor, torch.Tensor]
+Dims = tuple[int, int, int]
 
 # On Hopper, sequences of at most 128 keys take the kernel of small tiles, the others that of large ones.
 MIXED = Case("mixed", (128, 1, 0, 64, 300, 7, 500, 33, 129, 40), (1100, 64, 9, 128, 300, 0, 500, 129, 127, 20), 5, True)
@@ -172,8 +173,9 @@ def test_strides_of_one_row_or_head_are_free(dtype: torch.dtype, device: str) ->
     assert_same(run(inputs.map_tensors(odd, "q", "k", "v", "k_pe")), check(inputs))
 
 
-# ---- the portable kernel ---------------------------------------------------------------------------------------------
+# ---- other head dims -------------------------------------------------------------------------------------------------
 
+HOPPER_DIMS = ((64, 64, 128), (128, 0, 128), (192, 0, 128))
 PORTABLE_DIMS = (
     *(dims for dims in HEAD_DIMS.values() if dims != MLA),
     (64, 32, 64),  # MiniCPM3
@@ -195,48 +197,70 @@ ODD_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 257)
 EDGES = Case("edges", ODD_LENGTHS, tuple(ODD_LENGTHS[(5 * i + 3) % 15] for i in range(15)), 2, True)
 
 
-@pytest.fixture
-def portable(monkeypatch: pytest.MonkeyPatch) -> str:
-    use_kernel("sm80", monkeypatch)
-    return "cuda"
+@pytest.fixture(
+    params=[*(("sm90", dims) for dims in HOPPER_DIMS), *(("sm80", dims) for dims in PORTABLE_DIMS)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def kernel_and_dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Dims]:
+    """The kernel that every call of the test takes, and head dims for it."""
+    use_kernel(request.param[0], monkeypatch)
+    return request.param
+
+
+def layouts_for(kernel: str) -> tuple[str, ...]:
+    return LAYOUTS if kernel == "sm80" else ALIGNED_LAYOUTS
 
 
 @pytest.mark.parametrize("split_k", [True, False], ids=["split_k", "joined_k"])
-@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
 @BOTH_MASKS
-def test_other_head_dims(
-    causal: bool, dims: tuple[int, int, int], split_k: bool, dtype: torch.dtype, portable: str
-) -> None:
-    for case in (EDGES, MIXED):
+def test_other_head_dims(causal: bool, split_k: bool, dtype: torch.dtype, kernel_and_dims: tuple[str, Dims]) -> None:
+    kernel, dims = kernel_and_dims
+    for case in (EDGES, MIXED, *((LONG, SHORT, SPLIT) if kernel == "sm90" else ())):
         case = replace(case, causal=causal, head_dims=dims)
-        inputs = make_inputs(case, dtype, portable, layout="projection", split_k=split_k)
+        inputs = make_inputs(case, dtype, "cuda", layout="projection", split_k=split_k)
         expected = check(inputs)
         assert_same(run(inputs, plan=plan_of(inputs)), expected)
 
 
-@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
-def test_layouts_of_other_head_dims(dims: tuple[int, int, int], dtype: torch.dtype, portable: str) -> None:
+def test_layouts_of_other_head_dims(dtype: torch.dtype, kernel_and_dims: tuple[str, Dims]) -> None:
+    kernel, dims = kernel_and_dims
     case = replace(EDGES, head_dims=dims)
-    expected = run(make_inputs(case, dtype, portable))
-    for layout in LAYOUTS:
-        assert_same(run(make_inputs(case, dtype, portable, layout=layout), out_layout=layout), expected)
+    expected = run(make_inputs(case, dtype, "cuda"))
+    for layout in layouts_for(kernel):
+        for split_k in (True, False):
+            inputs = make_inputs(case, dtype, "cuda", layout=layout, split_k=split_k)
+            assert_same(run(inputs, out_layout=layout), expected)
 
 
-@pytest.mark.parametrize("dims", PORTABLE_DIMS, ids=str)
-def test_state_and_isolation_of_other_head_dims(dims: tuple[int, int, int], dtype: torch.dtype, portable: str) -> None:
+def test_state_and_isolation_of_other_head_dims(dtype: torch.dtype, kernel_and_dims: tuple[str, Dims]) -> None:
     """Batch invariance, NaN all around, and chunks folded into a running state, in every kernel variant."""
-    case = Case("other", (128, 1, 0, 64, 130, 7), (300, 64, 9, 128, 0, 257), 5, True, dims)
-    inputs = make_inputs(case, dtype, portable)
-    out, lse = run(inputs)
-    amid_nan = run(make_inputs(case, dtype, portable, before=3, after=70, outside=NAN))
-    assert_same((amid_nan[0][3:-70], amid_nan[1][:, 3:-70]), (out, lse))
-    for index, (rows, _) in enumerate(inputs.bounds()):
-        assert_same(run(inputs.sequence(index)), (out[rows], lse[:, rows]))
-    passes = partial_passes(inputs, 3)
-    results = [accumulate(passes, layout) for layout in LAYOUTS]
-    assert_matches_oracle(inputs, *results[0], passes=len(passes))
-    for other in results[1:]:
-        assert_same(other, results[0])
+    kernel, dims = kernel_and_dims
+    other = Case("other", (128, 1, 0, 64, 130, 7), (300, 64, 9, 128, 0, 257), 5, True, dims)
+    for case in (other, *([replace(SPLIT, head_dims=dims)] if kernel == "sm90" else ())):
+        inputs = make_inputs(case, dtype, "cuda")
+        out, lse = run(inputs)
+        amid_nan = run(make_inputs(case, dtype, "cuda", before=3, after=70, outside=NAN))
+        assert_same((amid_nan[0][3:-70], amid_nan[1][:, 3:-70]), (out, lse))
+        for index, (rows, _) in enumerate(inputs.bounds()):
+            assert_same(run(inputs.sequence(index)), (out[rows], lse[:, rows]))
+        passes = partial_passes(inputs, 3)
+        results = [accumulate(passes, layout) for layout in layouts_for(kernel)]
+        assert_matches_oracle(inputs, *results[0], passes=len(passes))
+        for result in results[1:]:
+            assert_same(result, results[0])
+
+
+def test_which_kernel_serves_other_head_dims(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper its own kernel serves where it has the dims, the portable one where k_pe is not 64 wide."""
+    monkeypatch.delenv("MLA_PREFILL_FORCE", raising=False)
+    if gpu_kernels() != ["sm90", "sm80"]:
+        pytest.skip("not the two kernels of Hopper")
+    cases = [replace(MIXED, head_dims=dims) for dims in ((64, 64, 128), (128, 0, 128), (96, 32, 128))]
+    batches = [make_inputs(case, dtype, "cuda") for case in cases]
+    got = [run(inputs, plan=plan_of(inputs)) for inputs in batches]
+    for kernel, inputs, result in zip(("sm90", "sm90", "sm80"), batches, got, strict=True):
+        use_kernel(kernel, monkeypatch)
+        assert_same(run(inputs), result)
 
 
 @CASES
@@ -502,7 +526,7 @@ def test_chunks_add_up_to_one_pass(num_chunks: int, causal: bool, dtype: torch.d
     case = Case("chunks", (300, 64, 1, 129, 40), (3000, 700, 2000, 129, 20), 4, causal)
     inputs = make_inputs(case, dtype, device, layout="projection")
     passes = partial_passes(inputs, num_chunks)
-    results = [accumulate(passes, layout) for layout in (LAYOUTS if kernel == "sm80" else ALIGNED_LAYOUTS)]
+    results = [accumulate(passes, layout) for layout in layouts_for(kernel)]
     assert_matches_oracle(inputs, *results[0], passes=len(passes))
     for other in results[1:]:
         assert_same(other, results[0])
@@ -571,18 +595,23 @@ def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
     return (below(300) * ~chance(0.2)).tolist(), keys.tolist()
 
 
-TILES = {"sm90": (128, 128), "sm80": (128, 64), "hip": (128, 32)}  # of the plan for MLA's dims, query rows and keys
+# Query rows and keys, of the plan for q/k dims of 128 and 192 and v's of 128.
+TILES = {"sm90": (128, 128), "sm80": (128, 64), "hip": (128, 32)}
 
 
 def assert_host_plans_the_same(
-    kernel: str, q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool
+    kernel: str, q_lens: Sequence[int], kv_lens: Sequence[int], num_heads: int, causal: bool, dims: Dims = MLA
 ) -> None:
     binding = pytest.importorskip("mla_prefill._C")
     bounds = [cu_seqlens(lens, start=start) for lens, start in ((q_lens, 5), (kv_lens, 0))]
-    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *MLA, backend=kernel)
+    host = binding.plan_items(*(x.tolist() for x in bounds), num_heads, causal, *dims, backend=kernel)
     expected = torch.tensor(host, dtype=torch.int32).reshape(-1, ITEM_INTS)
     plan = plan_prefill(
-        *(int32(x.tolist(), "cuda") for x in bounds), num_heads=num_heads, causal=causal, max_tokens_q=sum(q_lens)
+        *(int32(x.tolist(), "cuda") for x in bounds),
+        num_heads=num_heads,
+        causal=causal,
+        head_dims=dims,
+        max_tokens_q=sum(q_lens),
     )
     got = plan.tensor.cpu()
     assert int(got[1]) == len(expected) <= plan.capacity
@@ -633,6 +662,12 @@ def test_planners_agree_on_odd_batches(q_lens: list[int], kv_lens: list[int], ke
 
 def test_planners_agree_on_128_heads(kernel: str, large_sm: None) -> None:
     assert_host_plans_the_same(kernel, *random_lens(40, seed=9), 128, True)
+
+
+@pytest.mark.parametrize("dims", HOPPER_DIMS, ids=str)
+def test_planners_agree_on_other_head_dims(dims: Dims, kernel: str, large_sm: None) -> None:
+    """Keys of fewer bytes: more heads in a group."""
+    assert_host_plans_the_same(kernel, *random_lens(100, seed=11), 128, True, dims)
 
 
 def test_planners_agree_on_hundred_thousand_sequences(kernel: str, large_sm: None) -> None:
@@ -885,12 +920,21 @@ def outputs(inputs: Inputs) -> State:
 
 @pytest.mark.parametrize(
     "dims",
-    [*(dims for dims in HEAD_DIMS.values() if dims != MLA), (128, 64, 64), (128, 32, 128), (64, 128, 128)],
+    [
+        *(dims for dims in HEAD_DIMS.values() if dims != MLA),
+        (128, 64, 64),
+        (128, 32, 128),
+        (64, 128, 128),
+        (96, 32, 128),
+        (32, 96, 128),
+        (128, 0, 64),
+        (64, 0, 128),
+    ],
     ids=str,
 )
 def test_other_head_dims_are_refused(dims: tuple[int, int, int], kernel: str, device: str) -> None:
-    if kernel == "sm80":
-        pytest.skip("the portable kernel takes them")
+    if kernel == "sm80" or (kernel == "sm90" and dims in HOPPER_DIMS):
+        pytest.skip(f"the {kernel} kernel takes them")
     inputs = make_inputs(replace(SMALL, head_dims=dims), torch.bfloat16, device)
     assert_refused_by_kernel("head dims", inputs, *outputs(inputs))
 
@@ -1028,6 +1072,7 @@ def test_a_plan_for_another_layer_is_refused(changes: dict[str, object], device:
     [
         Case("short", (1, 64, 65, 0, 3), (128, 64, 65, 7, 0), 3, True),
         Case("long", (1, 129, 130), (129, 257, 600), 2, True),
+        Case("narrow", (1, 129, 5), (129, 600, 7), 2, True, (64, 64, 128)),
         Case("full", (33, 5, 128), (300, 0, 40), 2, False),
         Case("split", (3, 70, 5), (8200, 17000, 20), 2, False),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mla_prefill
+from mla_prefill.backends import native
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(mla_prefill.__file__).resolve().parent
@@ -88,6 +89,8 @@ def test_binding_module_describes_the_build() -> None:
             device = "gcn_architectures" if row["backend"] == "hip" else "compute_capability"
             assert set(row) == common | {device}
             assert row["backend"] in info["backends"].split(",")
+        if row["backend"] == "sm90":
+            assert row["head_dims"] == native._GPU_KERNELS["sm90"].dimensions, "what the selector believes"
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")

@@ -146,6 +146,15 @@ def test_host_planner_agrees() -> None:
         assert items == [tuple(vars(item).values()) for item in plan_of(case).items()]
 
 
+@pytest.mark.parametrize(("dims", "group"), [(MLA, 6), ((64, 64, 128), 8), ((128, 0, 128), 8)], ids=str)
+def test_heads_in_a_group_follow_from_the_bytes_of_a_key(dims: tuple[int, int, int], group: int) -> None:
+    """K and V of a group's heads fit 32 MiB: 8192 keys of 192 or 128 + 128 elements."""
+    binding = pytest.importorskip("mla_prefill._C")
+    items = binding.plan_items([0, 256], [0, 8192], 16, False, *dims, backend="sm90")
+    heads = [head for *_, head, head_count, _ in items if head_count == 1]
+    assert heads[: 2 * group] == [*range(group), *range(group)] and len(heads) == len(items) == 2 * 16
+
+
 def test_host_planner_costs_grow_with_keys() -> None:
     binding = pytest.importorskip("mla_prefill._C")
     costs = [binding.item_cost(keys) for keys in (0, 1, 100, 1000, 10_000, 100_000)]

@@ -140,12 +140,11 @@ void expect_portable_code(const Device& device) {
 }
 
 #if defined(MLA_PREFILL_WITH_SM90)
-const GpuKernel kSm90 = {
-    [](int32_t dim_qk, int32_t dim_v) { return dim_qk == sm90::kHeadDimQK && dim_v == sm90::kHeadDimV; },
-    [](int32_t, int32_t, const Device&) { return sm90::plan_config(); }, sm90::supports, sm90::scratch_bytes,
-    [](const PrefillParams& params, int32_t* plan, const Device& device) {
-      return sm90::run(params, plan, device.num_multiprocessors(), device.stream());
-    }};
+const GpuKernel kSm90 = {sm90::takes_dims, [](int32_t, int32_t, const Device&) { return sm90::plan_config(); },
+                         sm90::supports, sm90::scratch_bytes,
+                         [](const PrefillParams& params, int32_t* plan, const Device& device) {
+                           return sm90::run(params, plan, device.num_multiprocessors(), device.stream());
+                         }};
 #endif
 
 #if defined(MLA_PREFILL_WITH_SM80)

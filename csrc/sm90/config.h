@@ -1,4 +1,4 @@
-// Tiles, shared memory and roles of the Hopper kernel, for head dims (nope, rope, v) = (128, 64, 128).
+// Tiles, shared memory and roles of the Hopper kernel, a template over q's and k's head dim.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,19 @@
 
 namespace mla_prefill::sm90 {
 
-constexpr int kHeadDimNope = 128;
-constexpr int kHeadDimRope = 64;
-constexpr int kHeadDimQK = kHeadDimNope + kHeadDimRope;
 constexpr int kHeadDimV = 128;
+constexpr int kHeadDimRope = 64;  // of k_pe, where K is split
 
-// Tensors lie in shared memory as boxes of 64 columns: 128 bytes, the width of the swizzle. K's three boxes are loaded
-// one by one, so that two of k_nope and one of k_pe make a key as well as three of one tensor.
+// Whether the kernel is compiled for these head dims.
+constexpr bool takes_dims(int32_t dim_qk, int32_t dim_v) {
+  return (dim_qk == 192 || dim_qk == 128) && dim_v == kHeadDimV;
+}
+
+// Tensors lie in shared memory as boxes of 64 columns: 128 bytes, the width of the swizzle. K's boxes are loaded one by
+// one, so that those of k_nope and a last one of k_pe make a key as well as all of one tensor.
 constexpr int kBoxColumns = 64;
-constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
 constexpr int kBoxesV = kHeadDimV / kBoxColumns;
+static_assert(kHeadDimRope == kBoxColumns, "k_pe is the last box");
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: wgmma's M
@@ -78,8 +81,11 @@ static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
 constexpr int32_t kWhole = -1;
 
-template <typename T, typename Config>
+template <typename T, int kHeadDimQK, typename Config>
 struct alignas(1024) Tensors {
+  static constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
+  static_assert(kHeadDimQK % kBoxColumns == 0, "whole boxes");
+
   T q[kBoxesQK][Config::kTileQ][kBoxColumns];
   T k[Config::kStages][kBoxesQK][Config::kTileKV][kBoxColumns];
   T v[Config::kStages][kBoxesV][Config::kTileKV][kBoxColumns];
@@ -94,11 +100,11 @@ struct Channels {
   uint64_t tile_full[2], tile_empty[2];
 };
 
-template <typename T>
+template <typename T, int kHeadDimQK>
 struct alignas(1024) SharedStorage {
   union {
-    Tensors<T, LongTile> long_tensors;
-    Tensors<T, ShortTile> short_tensors[ShortTile::kTeams];
+    Tensors<T, kHeadDimQK, LongTile> long_tensors;
+    Tensors<T, kHeadDimQK, ShortTile> short_tensors[ShortTile::kTeams];
   };
   Channels<LongTile> long_channels;
   Channels<ShortTile> short_channels[ShortTile::kTeams];
@@ -106,8 +112,9 @@ struct alignas(1024) SharedStorage {
   int32_t has_short_items;
 };
 
-template <typename T>
-constexpr int kSharedBytes = sizeof(SharedStorage<T>) + 1024;  // the base is aligned in the kernel
-static_assert(kSharedBytes<uint16_t> <= 227 * 1024, "shared memory of a CTA");
+template <typename T, int kHeadDimQK>
+constexpr int kSharedBytes = sizeof(SharedStorage<T, kHeadDimQK>) + 1024;  // the base is aligned in the kernel
+static_assert(kSharedBytes<uint16_t, 192> <= 227 * 1024, "shared memory of a CTA");
+static_assert(kSharedBytes<uint16_t, 128> <= 227 * 1024, "shared memory of a CTA");
 
 }  // namespace mla_prefill::sm90

@@ -75,8 +75,10 @@ struct Ring {
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
 // One warp. All lanes follow the control flow, one of them issues.
-template <typename T, typename Config>
+template <typename T, int kHeadDimQK, typename Config>
 struct Producer {
+  using Tensors = sm90::Tensors<T, kHeadDimQK, Config>;
+  static constexpr int kBoxesQK = Tensors::kBoxesQK;
   static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = Config::kTileKV * kBoxColumns * sizeof(T);
 
@@ -91,7 +93,7 @@ struct Producer {
   const KernelParams& p;
   const KeyMaps& keys;
   const Share share;
-  Tensors<T, Config>& smem;
+  Tensors& smem;
   Channels<Config>& channels;
   const bool leader = threadIdx.x % 32 == 0;
   Ring<Config::kStages> k_ring, v_ring;
@@ -167,10 +169,13 @@ struct Producer {
     barrier_wait(smem_address(&channels.k_empty[k_ring.stage()]), k_ring.parity() ^ 1);
     if (leader) {
       barrier_arrive_expect(full, kBoxesQK * kBoxBytesKV);
-      load_box(to, &keys.k, full, 0, head, item.k_row, item.len_k, row);
-      load_box(to + kBoxBytesKV, &keys.k, full, kBoxColumns, head, item.k_row, item.len_k, row);
+      constexpr int kLast = kBoxesQK - 1;
+#pragma unroll
+      for (int box = 0; box < kLast; ++box) {
+        load_box(to + box * kBoxBytesKV, &keys.k, full, box * kBoxColumns, head, item.k_row, item.len_k, row);
+      }
       // The last 64 columns: of the same tensor, or k_pe, a tensor of one head.
-      load_box(to + 2 * kBoxBytesKV, p.split_k ? &keys.k_pe : &keys.k, full, p.split_k ? 0 : kHeadDimNope,
+      load_box(to + kLast * kBoxBytesKV, p.split_k ? &keys.k_pe : &keys.k, full, p.split_k ? 0 : kLast * kBoxColumns,
                p.split_k ? 0 : head, item.k_row, item.len_k, row);
     }
     k_ring.advance();
@@ -279,8 +284,9 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
 
 enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
 
-template <typename T, typename Config>
+template <typename T, int kHeadDimQK, typename Config>
 struct Consumer {
+  using Tensors = sm90::Tensors<T, kHeadDimQK, Config>;
   static constexpr int kTileKV = Config::kTileKV;
   static constexpr uint32_t kStepBytes = 16 * sizeof(T);  // 16 elements: the depth of one wgmma
   static constexpr uint32_t kBoxBytesQ = Config::kTileQ * kBoxColumns * sizeof(T);
@@ -288,7 +294,7 @@ struct Consumer {
   static constexpr int kStepsPerBox = kBoxColumns / 16;
 
   const KernelParams& p;
-  Tensors<T, Config>& smem;
+  Tensors& smem;
   Channels<Config>& channels;
   const int index;  // of the consumer in its team
   const int thread = threadIdx.x % kWarpgroupThreads;
@@ -304,7 +310,7 @@ struct Consumer {
   float o[kHeadDimV / 2];
   OnlineSoftmax<kTileKV> softmax;
 
-  __device__ Consumer(const KernelParams& params, Tensors<T, Config>& tensors, Channels<Config>& team, int consumer)
+  __device__ Consumer(const KernelParams& params, Tensors& tensors, Channels<Config>& team, int consumer)
       : p(params), smem(tensors), channels(team), index(consumer) {
     q_low = uniform(descriptor_low_k_major(smem_address(smem.q) + index * kWarpgroupRows * 128));
     k_low = uniform(descriptor_low_k_major(smem_address(smem.k)));
@@ -494,10 +500,11 @@ __device__ __forceinline__ void meet_after_long_items(uint64_t& barrier) {
   barrier_wait(smem_address(&barrier), 0);
 }
 
-template <typename T>
+template <typename T, int kHeadDimQK>
 __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ uint8_t smem_raw[];
-  auto& smem = *reinterpret_cast<SharedStorage<T>*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
+  using Storage = SharedStorage<T, kHeadDimQK>;
+  auto& smem = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
   plan::Header& header = *reinterpret_cast<plan::Header*>(params.plan);
 
   if (threadIdx.x == 0) {
@@ -515,14 +522,15 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       smem.has_short_items = header.first_short < header.num_items;
-      Producer<T, LongTile>{params, params.long_keys, share_of_long(header), smem.long_tensors, smem.long_channels}
+      Producer<T, kHeadDimQK, LongTile>{params, params.long_keys, share_of_long(header), smem.long_tensors,
+                                        smem.long_channels}
           .run();
     }
     if (warp < ShortTile::kTeams) {
       meet_after_long_items(smem.long_items_done);
       if (smem.has_short_items) {
-        Producer<T, ShortTile>{params, params.short_keys, share_of_short(header, warp), smem.short_tensors[warp],
-                               smem.short_channels[warp]}
+        Producer<T, kHeadDimQK, ShortTile>{params, params.short_keys, share_of_short(header, warp),
+                                           smem.short_tensors[warp], smem.short_channels[warp]}
             .run();
       }
     } else if (warp == ShortTile::kTeams) {
@@ -531,10 +539,10 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
   } else {
     claim_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    Consumer<T, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
+    Consumer<T, kHeadDimQK, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
     meet_after_long_items(smem.long_items_done);
     if (smem.has_short_items) {
-      Consumer<T, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
+      Consumer<T, kHeadDimQK, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
     }
   }
 }

@@ -7,10 +7,10 @@
 
 namespace mla_prefill::sm90 {
 
-template <typename T>
+template <typename T, int kHeadDimQK>
 cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream) {
-  const auto kernel = prefill_kernel<T>;
-  constexpr int kBytes = kSharedBytes<T>;
+  const auto kernel = prefill_kernel<T, kHeadDimQK>;
+  constexpr int kBytes = kSharedBytes<T, kHeadDimQK>;
   int device;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
@@ -26,7 +26,9 @@ cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-extern template cudaError_t launch<__nv_bfloat16>(const KernelParams&, int, cudaStream_t);
-extern template cudaError_t launch<__half>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__nv_bfloat16, 192>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__nv_bfloat16, 128>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__half, 192>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__half, 128>(const KernelParams&, int, cudaStream_t);
 
 }  // namespace mla_prefill::sm90

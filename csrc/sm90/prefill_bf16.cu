@@ -1,5 +1,6 @@
 #include "sm90/launch.cuh"
 
 namespace mla_prefill::sm90 {
-template cudaError_t launch<__nv_bfloat16>(const KernelParams&, int, cudaStream_t);
-}
+template cudaError_t launch<__nv_bfloat16, 192>(const KernelParams&, int, cudaStream_t);
+template cudaError_t launch<__nv_bfloat16, 128>(const KernelParams&, int, cudaStream_t);
+}  // namespace mla_prefill::sm90

@@ -16,6 +16,12 @@ std::string check_rows(const char* name, const ConstRows& tensor, int64_t rows, 
                          std::to_string(tensor.head_stride) + " elements");
 }
 
+template <typename T>
+cudaError_t launch_dims(const KernelParams& params, int num_sms, cudaStream_t stream) {
+  return params.problem.dim_qk == 192 ? launch<T, 192>(params, num_sms, stream)
+                                      : launch<T, 128>(params, num_sms, stream);
+}
+
 }  // namespace
 
 std::string supports(const PrefillParams& p) {
@@ -23,9 +29,9 @@ std::string supports(const PrefillParams& p) {
     return unsupported("q", "bfloat16 or float16", p.dtype == DType::kFloat32 ? "float32" : "float8_e4m3fn");
   }
   const bool split = p.dim_k != p.dim_qk;
-  if (p.dim_qk != kHeadDimQK || p.dim_v != kHeadDimV || (split && p.dim_k != kHeadDimNope)) {
+  if (!takes_dims(p.dim_qk, p.dim_v) || (split && p.dim_k != p.dim_qk - kHeadDimRope)) {
     return unsupported(
-        "head dims", "(nope, rope, v) = (128, 64, 128)",
+        "head dims", "(nope, rope, v) = (128, 64, 128), (64, 64, 128) or (128, 0, 128)",
         "q of " + std::to_string(p.dim_qk) + ", k of " + std::to_string(p.dim_k) + ", v of " + std::to_string(p.dim_v));
   }
   if (!(p.scale > 0.0f)) return unsupported("scale", "a number above 0", std::to_string(p.scale));
@@ -56,12 +62,12 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
            (!params.split_k || make_ragged_map(&maps.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
            make_ragged_map(&maps.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
   };
-  if (!make_ragged_map(&params.q, p.q, p.dtype, kHeadDimQK, p.num_heads, kWarpgroupRows) ||
+  if (!make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows) ||
       !map_keys(params.long_keys, LongTile::kTileKV) || !map_keys(params.short_keys, ShortTile::kTileKV)) {
     return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
   }
-  const auto launch_variant = p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16> : launch<__half>;
-  const cudaError_t status = launch_variant(params, num_sms, stream);
+  const cudaError_t status = p.dtype == DType::kBFloat16 ? launch_dims<__nv_bfloat16>(params, num_sms, stream)
+                                                         : launch_dims<__half>(params, num_sms, stream);
   if (status != cudaSuccess) return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
   return "";
 }

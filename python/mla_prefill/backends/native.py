@@ -23,7 +23,10 @@ class _GpuKernel:
     takes: Callable[[MLADimensions], bool]
 
 
-DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+HOPPER_DIMENSIONS = tuple(
+    MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v)
+    for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128))
+)
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -33,7 +36,7 @@ def _suit_portable_kernel(dims: MLADimensions) -> bool:
 
 
 _GPU_KERNELS = {
-    "sm90": _GpuKernel(str(DEEPSEEK), lambda dims: dims == DEEPSEEK),
+    "sm90": _GpuKernel(", ".join(map(str, HOPPER_DIMENSIONS)), lambda dims: dims in HOPPER_DIMENSIONS),
     "sm80": _GpuKernel("multiples of 8 up to 256 for q, k and v", _suit_portable_kernel),
 }
 

@@ -15,7 +15,7 @@ from mla_prefill.backends.base import (
     MLAPrefillSelectorConfig,
     device_capability,
 )
-from mla_prefill.backends.native import DEEPSEEK
+from mla_prefill.backends.native import HOPPER_DIMENSIONS
 from mla_prefill.backends.registry import MLAPrefillBackendEnum, generation
 
 __all__ = ["MLAPrefillSelectorConfig", "explain_backends", "get_mla_prefill_backend", "prefill_priorities"]
@@ -31,7 +31,7 @@ def prefill_priorities(
     """The backends to try on a device, the best first.
 
     NATIVE comes first where its kernel is made for the device, and its portable kernel behind the libraries that have
-    one: on Blackwell, and on Hopper for dims other than DeepSeek's.
+    one: on Blackwell, and on Hopper for dims that its own kernel does not take.
     """
     if capability is None:
         return [_Enum.NATIVE, _Enum.SDPA]
@@ -42,7 +42,7 @@ def prefill_priorities(
         if dims is not None and dims.v_head_dim == 256:
             others = [_Enum.TRTLLM_RAGGED, _Enum.FLASH_ATTN, _Enum.FLASHINFER]
         return [*others, _Enum.NATIVE, _Enum.SDPA]
-    if torch.version.hip is None and capability[0] == 9 and dims not in (None, DEEPSEEK):
+    if torch.version.hip is None and capability[0] == 9 and dims not in (None, *HOPPER_DIMENSIONS):
         return [*others, _Enum.NATIVE, _Enum.SDPA]
     return [_Enum.NATIVE, *others, _Enum.SDPA]
 

@@ -251,7 +251,7 @@ def test_a_stale_plan_is_refused(changes: dict[str, object], message: str) -> No
     ("tensor", "message"),
     [
         (torch.zeros(10, dtype=torch.int32), "plan: expected at least this many entries: 2072, got 10"),
-        (torch.zeros(16, dtype=torch.int32), "plan: expected version"),
+        (torch.zeros(ITEMS_BEGIN, dtype=torch.int32), "plan: expected version"),
         (
             torch.zeros(2, 16, dtype=torch.int32),
             r"plan: expected a dense vector made by plan_prefill, got shape \[2, 16\]",

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -141,9 +142,32 @@ std::vector<Item> plan_items(const std::vector<int32_t>& cu_seqlens_q, const std
   return items;
 }
 
-int64_t item_cost(int32_t keys, const std::string& backend) {
-  constexpr int32_t kDimQK = 192, kDimV = 128;  // the cost is in key tiles, whatever the head dims
-  return plan::item_cost(config_of(backend, kDimQK, kDimV, kHopperSharedBytes), keys);
+// MLA's head dims: the command line plans for them.
+constexpr int32_t kDimQK = 192, kDimV = 128;
+
+int64_t item_cost(int32_t keys, const std::string& backend, int32_t shared_bytes) {
+  return plan::item_cost(config_of(backend, kDimQK, kDimV, shared_bytes), keys);
+}
+
+// Workers that share an SM: thread blocks, or teams of one.
+int32_t workers_per_sm(const std::string& backend, int32_t shared_bytes) {
+  if (backend == "hip") return hip::kBlocksPerCu;
+  if (backend != "sm80") return 1;
+  const sm80::Variant variant = sm80::variant_at(sm80::choose_variant(kDimQK, kDimV, shared_bytes));
+  const int32_t fit = (shared_bytes + sm80::kReservedBytes) / (variant.shared_bytes + sm80::kReservedBytes);
+  return std::min(variant.ctas_per_sm, fit);
+}
+
+py::dict plan_config(const std::string& backend, int32_t shared_bytes) {
+  const plan::Config config = config_of(backend, kDimQK, kDimV, shared_bytes);
+  const int32_t workers = workers_per_sm(backend, shared_bytes);
+  py::dict values;
+  values["tile_kv"] = config.tile_kv;
+  values["item_overhead"] = config.item_overhead;
+  values["short_keys"] = config.short_keys;
+  values["workers_per_sm"] = workers;
+  values["short_workers_per_sm"] = backend == "sm90" ? sm90::ShortTile::kTeams : workers;
+  return values;
 }
 
 }  // namespace
@@ -164,7 +188,12 @@ PYBIND11_MODULE(_C, m) {
         "head_count, num_splits) in the order in which they start. `shared_bytes`: of a CTA, on the sm80 backend's "
         "device.");
   m.def("item_cost", &item_cost, py::arg("keys"), py::arg("backend") = "cpu",
+        py::arg("shared_bytes") = kHopperSharedBytes,
         "Modelled time of one head of an item that reads `keys` keys, in key tiles.");
+  m.def("plan_config", &plan_config, py::arg("backend") = "cpu", py::arg("shared_bytes") = kHopperSharedBytes,
+        "What a backend asks of the plan for head dims (128, 64, 128): tile_kv, item_overhead (in key tiles) and "
+        "short_keys (sequences of up to so many are short; -1: none is), and how many workers an SM has for long and "
+        "for short items.");
 }
 
 }  // namespace mla_prefill

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from test_replay import TINY, lost_context, record, write
 from typer.testing import CliRunner
 
@@ -141,16 +142,40 @@ def test_parse_lengths() -> None:
 
 def test_schedule_covers_the_work_and_no_worker_does_two_things_at_once() -> None:
     lengths = [(300, 300), (0, 5), (64, 8192), *[(17, 40)] * 20]
-    schedule = work_list.make_schedule(lengths, heads=5, causal=True, workers=7)
-    rows = sum(entry.item.q_rows * entry.item.head_count for entry in schedule.items)
+    schedule = work_list.make_schedule(lengths, heads=5, causal=True, kernel="cpu", workers=7)
+    rows = sum(entry.ticket.item.q_rows * entry.ticket.item.head_count for entry in schedule.tickets)
     assert rows == 5 * sum(q for q, _ in lengths)
     free = [0] * 7
-    for entry in schedule.items:
+    for entry in schedule.tickets:
         assert entry.start == free[entry.worker] == min(free)
         free[entry.worker] += entry.cost
     assert schedule.makespan == max(free) >= schedule.bound
     assert schedule.total == sum(free)
     assert 0 < schedule.balance <= 1
+
+
+@pytest.mark.parametrize("kernel", work_list.KERNELS)
+def test_plan_of_each_kernel(tmp_path: Path, kernel: str) -> None:
+    picture = tmp_path / "plan.png"
+    result = run("plan", "--lengths", "300,3*17:40,64:9000", "--heads", 3, "--kernel", kernel, "--out", picture)
+    assert result.exit_code == 0, result.output
+    workers = f"{torch.get_num_threads()} threads" if kernel == "cpu" else "SMs"
+    assert f"3 heads, causal, {kernel}:" in result.stdout and workers in " ".join(result.stdout.split())
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_plan_names_a_wrong_kernel(tmp_path: Path) -> None:
+    result = run("plan", "--lengths", "5", "--kernel", "sm70", "--out", tmp_path / "plan.png")
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "error: kernel: expected one of cpu, sm90, sm80, hip, got 'sm70'"
+
+
+def test_plan_measures_where_the_kernel_runs_only(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    result = run("plan", "--lengths", "5", "--kernel", "sm80", "--measure", "--out", picture)
+    assert result.exit_code == 2
+    assert "measure: expected the sm90 kernel on a GPU that runs it, got 'sm80'" in result.stderr
+    assert not picture.exists()
 
 
 # ---- doctor and the command itself -----------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ struct Header {
   int32_t split_end[kNumSplitClasses];  // see piece_of_ticket
   int32_t ticket[2];    // of a kernel's launch over the long and the short items: how many it has taken,
   int32_t finished[2];  // and how many of its CTAs are done; 0 between launches
-  int32_t reserved[7];
+  int32_t timeline;     // where the buffer has room for a timeline, in ints, a multiple of 4; 0: nowhere
+  int32_t reserved[6];
 };
 
 constexpr int32_t kVersion = 2;
@@ -38,6 +39,17 @@ static_assert(kSplitSlots % kMaxSplits == 0, "the pieces of an item have slots i
 
 constexpr int64_t kItemsBegin = kHeaderInts + kSplitSlots * kWarpsThatMeet;
 static_assert(kHeaderInts == 24 && kItemsBegin == 2072 && kItemInts == 8, "the layout is part of the ops' contract");
+
+// When a worker began with a ticket. A timeline is one stamp for each ticket of the long items (see piece_of_ticket)
+// and one for each worker's end, then the same for the short items, where there are any. Planners leave no room for
+// one: who wants to see it puts the room behind the items. Only the sm90 kernel writes it.
+struct alignas(16) Stamp {
+  int32_t worker;
+  int32_t sm;
+  int64_t time;  // in nanoseconds, of a clock that all SMs share
+};
+constexpr int32_t kStampInts = sizeof(Stamp) / sizeof(int32_t);
+static_assert(kStampInts == 4, "the layout is part of the ops' contract");
 
 struct Problem {
   const int32_t* cu_seqlens_q = nullptr;  // [batch + 1]

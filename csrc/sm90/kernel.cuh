@@ -40,6 +40,7 @@ struct Share {
   int32_t first, end;  // tickets: items, and pieces of the split ones
   int32_t worker, num_workers;
   int32_t *ticket, *finished;
+  int32_t timeline;  // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
 };
 
 __device__ __forceinline__ Share share_of_long(plan::Header& header) {
@@ -49,16 +50,19 @@ __device__ __forceinline__ Share share_of_long(plan::Header& header) {
           (int32_t)blockIdx.x,
           (int32_t)gridDim.x,
           &header.ticket[0],
-          &header.finished[0]};
+          &header.finished[0],
+          header.timeline};
 }
 
 __device__ __forceinline__ Share share_of_short(plan::Header& header, int team) {
+  const int32_t stamps_before = share_of_long(header).end + (int32_t)gridDim.x - header.first_short;
   return {header.first_short,
           header.num_items,
           (int32_t)blockIdx.x * ShortTile::kTeams + team,
           (int32_t)gridDim.x * ShortTile::kTeams,
           &header.ticket[1],
-          &header.finished[1]};
+          &header.finished[1],
+          header.timeline == 0 ? 0 : header.timeline + stamps_before * plan::kStampInts};
 }
 
 // A position in a ring of shared-memory stages.
@@ -226,11 +230,28 @@ struct Producer {
     }
   }
 
+  // The consumers are then at the last key tiles of the ticket before.
+  __device__ __forceinline__ void stamp(int32_t ticket) const {
+    if (!leader || share.timeline == 0) return;
+    plan::Stamp* const stamps = reinterpret_cast<plan::Stamp*>(p.plan + share.timeline);
+    stamps[ticket] = {share.worker, sm_index(), global_nanoseconds()};
+  }
+
+  // When the consumers are through with all products; the last tile's epilogue is still to come.
+  __device__ __forceinline__ void stamp_end() const {
+    if (share.timeline == 0) return;
+    Ring<Config::kStages> last = v_ring;
+    last.count += Config::kStages - 1;
+    barrier_wait(smem_address(&channels.v_empty[last.stage()]), last.parity() ^ 1);
+    stamp(share.end + share.worker);
+  }
+
   __device__ __forceinline__ void run() {
     int32_t index = share.first + share.worker;
     Item item = {};
     if (index < share.end) item = read_item(index);
     while (index < share.end) {
+      stamp(index);
       const int heads = item.keys > 0 ? item.head_count : 0;  // items without keys are finish_empty_items' work
       const KeyTiles tiles = key_tiles_of(item, index);
       Next next;
@@ -254,6 +275,7 @@ struct Producer {
       item = next.item;
     }
     publish(item, 0, {0, kNoMoreTiles, kWhole});
+    stamp_end();
     // The last worker to finish resets the counters, so that the plan serves the next layer.
     if (leader && atomicAdd(share.finished, 1) == share.num_workers - 1) {
       *share.ticket = 0;

@@ -67,6 +67,20 @@ __device__ __forceinline__ int32_t add_acquire_release(int32_t* at, int32_t valu
   return before;
 }
 
+// ---- for timelines --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int64_t global_nanoseconds() {
+  int64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time)::"memory");
+  return time;
+}
+
+__device__ __forceinline__ int32_t sm_index() {
+  int32_t index;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(index));
+  return index;
+}
+
 // ---- named barriers, between warpgroups -----------------------------------------------------------------------------
 
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from mla_prefill.cli import doctor as doctor_report
-from mla_prefill.cli import output, work_list
+from mla_prefill.cli import output, timeline, work_list
 from mla_prefill.cli.replay import ReplayConfig, ReplayReport, replay
 from mla_prefill.cli.trace import Request, read_trace
 from mla_prefill.models import MODELS
@@ -106,15 +106,26 @@ def plan(
     lengths: Annotated[str, typer.Option(help="Sequences: Q or Q:KV, several alike as N*Q:KV, separated by commas.")],
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Causal mask, aligned bottom-right, or none.")] = True,
-    sms: Annotated[int, typer.Option("--sms", min=1, help="Workers: SMs of a GPU or CPU threads.")] = 132,
+    kernel: Annotated[
+        str | None, typer.Option(help=f"{', '.join(work_list.KERNELS)}; the one that would run here if not given.")
+    ] = None,
+    sms: Annotated[
+        int | None, typer.Option("--sms", min=1, help="SMs or CPU threads; this machine's, or an H200's, if not given.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the batch too, and draw when the GPU's SMs did what (sm90).")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Picture of the schedule.")] = Path("plan.png"),
     rows: Annotated[int, typer.Option(min=0, help="Work items to print.")] = 12,
 ) -> None:
-    """Print the work list for a batch and draw its schedule."""
+    """Print the work list for a batch and draw its schedule, as modelled and, with --measure, as it ran."""
     with _user_errors():
-        schedule = work_list.make_schedule(work_list.parse_lengths(lengths), heads=heads, causal=causal, workers=sms)
-        work_list.draw(schedule, out)
-    output.print_schedule(_console, schedule, rows, out)
+        schedule = work_list.make_schedule(
+            work_list.parse_lengths(lengths), heads=heads, causal=causal, kernel=kernel, workers=sms
+        )
+        measured = timeline.measure(schedule) if measure else None
+        work_list.draw(schedule, out, measured)
+    output.print_schedule(_console, schedule, measured, rows, out)
 
 
 @app.command()

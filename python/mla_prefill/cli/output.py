@@ -15,8 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from mla_prefill.cli.replay import ReplayReport
+from mla_prefill.cli.timeline import fit_cost, resolution
 from mla_prefill.cli.trace import Request
-from mla_prefill.cli.work_list import Schedule
+from mla_prefill.cli.work_list import Schedule, describe_tickets
 
 STAGES = ("write_cache", "gather", "projection", "attention")
 
@@ -102,35 +103,76 @@ def print_replay(console: Console, report: ReplayReport) -> None:
         )
 
 
-def print_schedule(console: Console, schedule: Schedule, rows: int, picture: Path) -> None:
+def print_schedule(console: Console, schedule: Schedule, measured: Schedule | None, rows: int, picture: Path) -> None:
     console.print(
-        f"{len(schedule.lengths):,} sequences, {schedule.heads} heads, {'causal' if schedule.causal else 'full'}: "
-        f"[bold]{len(schedule.items):,} items[/] on {schedule.workers} workers"
+        f"{len(schedule.lengths):,} sequences, {schedule.heads} heads, {'causal' if schedule.causal else 'full'}, "
+        f"{schedule.kernel}: [bold]{describe_tickets(schedule)}[/]"
     )
-    console.print(
-        f"modelled makespan {schedule.makespan:,} key tiles, lower bound {schedule.bound:,.0f}, "
-        f"[bold]{schedule.balance:.1%} busy[/]"
-    )
-    table = Table("item", "sequence", "query rows", "keys", "heads", "cost", "worker", "starts at")
+    _print_makespan(console, "modelled", schedule, 0)
+    if measured is not None:
+        _print_makespan(console, "measured", measured, 1)
+        _print_costs(console, schedule, measured)
+    table = Table("item", "seq", "rows", "keys", "heads", "cost", "worker", "start")
+    if measured is not None:
+        for name in ("SM", "start µs", "µs"):
+            table.add_column(name)
     for column in table.columns:
         column.justify = "right"
-    for index, entry in enumerate(schedule.items[:rows]):
-        item = entry.item
-        table.add_row(
-            str(index),
+    item_index = -1
+    for index, entry in enumerate(schedule.tickets[:rows]):
+        ticket, item = entry.ticket, entry.ticket.item
+        item_index += ticket.piece == 0
+        cells = [
+            f"{item_index} ({ticket.piece + 1}/{item.num_splits})" if item.num_splits > 1 else str(item_index),
             str(item.seq),
             f"{item.q_begin}..{item.q_begin + item.q_rows}",
-            f"{item.kv_begin}..{item.kv_end}",
+            f"{ticket.kv_begin}..{ticket.kv_end}",
             f"{item.head_begin}..{item.head_begin + item.head_count}",
             str(entry.cost),
             str(entry.worker),
             str(entry.start),
-        )
+        ]
+        if measured is not None:
+            real = measured.tickets[index]
+            cells += [str(real.worker), f"{real.start:.1f}", f"{real.cost:.1f}"]
+        table.add_row(*cells)
     if rows:
         console.print(table)
-    if len(schedule.items) > rows > 0:
-        console.print(f"… and {len(schedule.items) - rows:,} more")
+    if len(schedule.tickets) > rows > 0:
+        console.print(f"… and {len(schedule.tickets) - rows:,} more")
     console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def _print_makespan(console: Console, kind: str, schedule: Schedule, digits: int) -> None:
+    over = schedule.makespan / schedule.bound - 1 if schedule.bound else 0.0
+    console.print(
+        f"{kind} makespan {schedule.makespan:,.{digits}f} {schedule.unit}, lower bound {schedule.bound:,.{digits}f} "
+        f"({over:.1%} above it), [bold]{schedule.balance:.1%} busy[/]"
+    )
+
+
+def _print_costs(console: Console, schedule: Schedule, measured: Schedule) -> None:
+    """What the plan counts for an item against what the card takes."""
+    console.print(f"the GPU's clock ticks every {resolution(measured):,} ns")
+    fit = fit_cost(measured)
+    if fit is None:
+        console.print("no fit of the long items' cost: it takes items of different numbers of key tiles")
+        return
+    console.print(
+        f"long items: [bold]{fit.per_tile:.3f} µs per key tile, {fit.overhead:.3f} µs to start a head[/], "
+        f"{fit.overhead / fit.per_tile:.2f} key tiles (the plan counts {schedule.item_overhead})"
+    )
+    short = [
+        (real.cost, entry.cost, entry.ticket.item.head_count)
+        for entry, real in zip(schedule.tickets, measured.tickets, strict=True)
+        if entry.ticket.is_short and entry.ticket.tiles
+    ]
+    if short:
+        took, counted, heads = (sum(column) / len(short) for column in zip(*short, strict=True))
+        console.print(
+            f"short items: {took / heads:.3f} µs for a head, {took / heads / fit.per_tile:.2f} key tiles "
+            f"(the plan counts {counted / heads:.2f})"
+        )
 
 
 def print_doctor(console: Console, report: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mla_prefill.cli.work_list import HEAD_DIMS, Schedule, ScheduledTicket, Ticket, bounds_of, kernel_here
 from mla_prefill.ops import ragged_prefill
 from mla_prefill.plan import PrefillPlan, plan_prefill
+from mla_prefill.scale import softmax_scale
 
 _TIMELINE = 17  # of the plan's header, see csrc/plan/plan.h; so are stamps and their order
 _STAMP_INTS = 4  # worker, SM, and nanoseconds in two
@@ -85,7 +86,7 @@ def random_inputs(schedule: Schedule, seed: int = 0) -> dict[str, Tensor | float
         "k_pe": normal(keys, rope),
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
-        "scale": (nope + rope) ** -0.5,
+        "scale": softmax_scale(nope + rope),
         "causal": schedule.causal,
     }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.cases import CUDA_CASES, Inputs, flops
 from benchmarks.options import add_common, head_dims, name_list
 from benchmarks.peers import Ours, Peer
-from benchmarks.peers_cuda import ConcatK, Fa3, Fa4, FlashInfer, TorchFlash, TorchMemEff, VllmFa3
+from benchmarks.peers_cuda import FLASH_ATTENTION_3, ConcatK, Fa4, FlashInfer, TorchFlash, TorchMemEff
 from benchmarks.peers_cudnn import Cudnn
 from benchmarks.report import chart, figures_table, progress, summary_table
 from benchmarks.timer import Run, device_seconds, host_seconds
@@ -31,10 +31,7 @@ OURS = [
 PEERS = {
     peer.name: peer
     for peer in (
-        Fa3("fa3", 1),
-        Fa3("fa3-autosplit", 0),
-        VllmFa3("vllm-fa3", 1),
-        VllmFa3("vllm-fa3-autosplit", 0),
+        *FLASH_ATTENTION_3,
         FlashInfer("flashinfer", "fa3"),
         FlashInfer("flashinfer-fa2", "fa2"),
         Cudnn(),

@@ -110,6 +110,15 @@ class VllmFa3(Fa3):
             torch.ops.load_library(str(found[0]))
 
 
+# Without KV split, and with the number of pieces that the library chooses.
+FLASH_ATTENTION_3 = (
+    Fa3("fa3", 1),
+    Fa3("fa3-autosplit", 0),
+    VllmFa3("vllm-fa3", 1),
+    VllmFa3("vllm-fa3-autosplit", 0),
+)
+
+
 class FlashInfer(Library):
     """The ragged wrapper with one of its backends, fa3 (wgmma) or fa2 (mma.sync); its plan, made on the host, stays
     outside the clock."""

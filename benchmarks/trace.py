@@ -13,22 +13,13 @@ import torch
 from benchmarks.cases import Inputs, flops
 from benchmarks.options import name_list
 from benchmarks.peers import Ours, Peer
-from benchmarks.peers_cuda import Fa3, FlashInfer, VllmFa3
+from benchmarks.peers_cuda import FLASH_ATTENTION_3, FlashInfer
 from benchmarks.steps import BLOCK_SIZE, StepCase, trace_steps
 from benchmarks.timer import Run, device_seconds, host_seconds
 from mla_prefill import plan_context_chunks
 from tests.cases import Case
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Fa3("fa3", 1),
-        Fa3("fa3-autosplit", 0),
-        VllmFa3("vllm-fa3", 1),
-        VllmFa3("vllm-fa3-autosplit", 0),
-        FlashInfer("flashinfer", "fa3"),
-    )
-}
+PEERS = {peer.name: peer for peer in (*FLASH_ATTENTION_3, FlashInfer("flashinfer", "fa3"))}
 TARGET = 1.25
 
 

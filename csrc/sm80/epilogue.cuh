@@ -1,52 +1,13 @@
 // From accumulators to out and lse, merged into the running state where asked for.
 #pragma once
 
+#include "cuda_rows.cuh"
 #include "params.h"
 #include "sm80/layout.h"
 #include "sm80/ptx.h"
 #include "sm80/softmax.cuh"
 
 namespace mla_prefill::sm80 {
-
-// How a row enters out: out = own * o + running * out.
-struct RowWeights {
-  float own, running;
-  bool store;
-};
-
-// Weights of a finished row; writes its lse. Called by whole warps; the first lane of a quad reads and writes for it.
-__device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, int64_t row, int head, float sum, float lse,
-                                                 bool valid) {
-  RowWeights weights = {sum == 0.0f ? 0.0f : __fdividef(1.0f, sum), 0.0f, valid};
-  if (p.lse.data == nullptr) return weights;
-  float* const at = p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
-  const bool first_lane = threadIdx.x % 4 == 0;
-  if (p.accumulate) {
-    float running_lse = first_lane && valid ? *at : 0.0f;
-    running_lse = __shfl_sync(~0u, running_lse, 0, 4);
-    if (!isinf(running_lse)) {               // +inf and -inf both mark an empty state, whatever out holds
-      weights.store = valid && sum != 0.0f;  // a row without keys leaves a live state as it is
-      const float top = fmaxf(running_lse, lse);
-      const float running = exp2_approx((running_lse - top) * kLog2E);
-      const float added = exp2_approx((lse - top) * kLog2E);
-      const float total = running + added;
-      weights.running = running / total;
-      weights.own *= added / total;
-      lse = top + __logf(total);
-    }
-  }
-  if (first_lane && weights.store) *at = lse;
-  return weights;
-}
-
-// A lane holds one word (two columns) of each of two neighbouring blocks of 8 columns. Afterwards an even lane holds
-// its word and the next lane's of the first block, an odd lane the lane's before and its own of the second: 8 bytes in
-// a row, 32 of a quad. It is its own inverse.
-__device__ __forceinline__ void exchange_words(uint32_t& first, uint32_t& second) {
-  const bool odd = threadIdx.x & 1;
-  const uint32_t received = __shfl_xor_sync(~0u, odd ? first : second, 1);
-  (odd ? first : second) = received;
-}
 
 // 4 elements of a row of out. `aligned`: out's base and strides are multiples of 8 bytes.
 __device__ __forceinline__ uint2 load_4(const uint16_t* from, bool aligned) {

@@ -262,8 +262,8 @@ struct Cta {
         const int32_t row_in_tile = warp_row() + m * 16 + accumulator_row(lane(), 2 * r);
         const int64_t row = (int64_t)work.q_row + row_in_tile;
         const float total = softmax.total(m, r);
-        const RowWeights weights =
-            finish_row(p, row, work.head, total, softmax.lse(m, r, total), row_in_tile < rows_of_tile(work));
+        const RowWeights weights = finish_row(p, p.accumulate, p.lse.data != nullptr, row, work.head, total,
+                                              softmax.lse(m, r, total), row_in_tile < rows_of_tile(work));
         write_row<T>(p, row, work.head, o[m], r, weights, params.out_aligned);
       }
     }

@@ -72,43 +72,4 @@ __device__ __forceinline__ void multiply_add<__half>(float (&c)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- Numbers --------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Round to nearest even.
-template <typename T>
-__device__ uint32_t pack(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
-template <typename T>
-__device__ float2 unpack(uint32_t packed);
-
-template <>
-__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
-  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
-}
-
-template <>
-__device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
-  return __half22float2(*reinterpret_cast<const __half2*>(&packed));
-}
-
 }  // namespace mla_prefill::sm80

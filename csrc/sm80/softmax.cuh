@@ -6,13 +6,11 @@
 
 #include <cfloat>
 
+#include "cuda_rows.cuh"
 #include "sm80/layout.h"
 #include "sm80/ptx.h"
 
 namespace mla_prefill::sm80 {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // Hides keys past `last_key(m, r)`, the last one that row r of m16 tile m sees, counted from the tile's first key.
 template <int kRowTiles, int kBlocks, typename LastKey>

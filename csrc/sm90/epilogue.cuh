@@ -1,53 +1,13 @@
 // From accumulators to out and lse, merged into the running state where asked for.
 #pragma once
 
+#include "cuda_rows.cuh"
 #include "params.h"
 #include "sm90/config.h"
 #include "sm90/ptx.h"
 #include "sm90/softmax.cuh"
 
 namespace mla_prefill::sm90 {
-
-// How a row enters out: out = own * o + running * out.
-struct RowWeights {
-  float own, running;
-  bool store;
-};
-
-// Weights of a finished row; writes its lse. Called by whole warps; the first lane of a quad reads and writes for it.
-template <bool kAccumulate>
-__device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, int64_t row, int head, float sum, float lse,
-                                                 bool valid) {
-  RowWeights weights = {sum == 0.0f ? 0.0f : __fdividef(1.0f, sum), 0.0f, valid};
-  if (!kAccumulate && p.lse.data == nullptr) return weights;
-  float* at = p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
-  const bool first_lane = threadIdx.x % 4 == 0;
-  if (kAccumulate) {
-    float running_lse = first_lane && valid ? *at : 0.0f;
-    running_lse = __shfl_sync(~0u, running_lse, 0, 4);
-    if (!isinf(running_lse)) {               // +inf and -inf both mark an empty state, whatever out holds
-      weights.store = valid && sum != 0.0f;  // a row without keys leaves a live state as it is
-      const float top = fmaxf(running_lse, lse);
-      const float running = exp2_approx((running_lse - top) * kLog2E);
-      const float added = exp2_approx((lse - top) * kLog2E);
-      const float total = running + added;
-      weights.running = running / total;
-      weights.own *= added / total;
-      lse = top + __logf(total);
-    }
-  }
-  if (first_lane && weights.store) *at = lse;
-  return weights;
-}
-
-// A lane holds one word (two columns) of each of two neighbouring blocks of 8 columns. Afterwards an even lane holds
-// its word and the next lane's of the first block, an odd lane the lane's before and its own of the second: 8 bytes in
-// a row, 32 of a quad. It is its own inverse.
-__device__ __forceinline__ void exchange_words(uint32_t& first, uint32_t& second) {
-  const bool odd = threadIdx.x & 1;
-  const uint32_t received = __shfl_xor_sync(~0u, odd ? first : second, 1);
-  (odd ? first : second) = received;
-}
 
 template <typename T, bool kAccumulate>
 __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
@@ -56,8 +16,8 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& t
   for (int r = 0; r < 2; ++r) {
     const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
     const int64_t row = (int64_t)tile.q_row + row_in_tile;
-    const RowWeights w =
-        finish_row<kAccumulate>(p, row, tile.head, sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
+    const RowWeights w = finish_row(p, kAccumulate, kAccumulate || p.lse.data != nullptr, row, tile.head, sums.sum[r],
+                                    sums.lse[r], row_in_tile < tile.q_rows);
     T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + tile.head * p.out.head_stride + thread % 2 * 8 +
              thread % 4 / 2 * 4;
 #pragma unroll

@@ -5,12 +5,10 @@
 // lanes of a quad share their rows.
 #pragma once
 
+#include "cuda_rows.cuh"
 #include "sm90/ptx.h"
 
 namespace mla_prefill::sm90 {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 

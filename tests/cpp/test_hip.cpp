@@ -1,46 +1,21 @@
 #include <string>
 
+#include "arguments.h"
 #include "check.h"
 #include "hip/arguments.h"
 #include "hip/config.h"
 
 using mla_prefill::DType;
+using mla_prefill::g_memory;
+using mla_prefill::good;
+using mla_prefill::names;
 using mla_prefill::PrefillParams;
+using mla_prefill::with;
 namespace hip = mla_prefill::hip;
 
 namespace {
 
-alignas(16) uint16_t g_memory[4096];  // its address is all that is looked at
-
-PrefillParams good() {
-  PrefillParams p;
-  p.q = {g_memory, 5 * 192, 192};
-  p.k = {g_memory, 5 * 256, 256};
-  p.k_pe = {g_memory, 576, 0};
-  p.v = {g_memory + 128, 5 * 256, 256};
-  p.out = {g_memory, 5 * 128, 128};
-  p.num_heads = 5;
-  p.total_q = 7;
-  p.total_k = 9;
-  p.dim_qk = 192;
-  p.dim_k = 128;
-  p.dim_v = 128;
-  p.scale = 0.1f;
-  return p;
-}
-
-// Whether the parameters are refused with a message that begins with the argument's name.
-bool refused(const PrefillParams& p, const std::string& argument) {
-  const std::string reason = hip::supports(p);
-  return reason.rfind(argument + ": expected ", 0) == 0 && reason.find(" (hip kernel), got ") != std::string::npos;
-}
-
-template <typename Change>
-PrefillParams with(Change change) {
-  PrefillParams p = good();
-  change(p);
-  return p;
-}
+bool refused(const PrefillParams& p, const std::string& argument) { return names(hip::supports(p), argument, "hip"); }
 
 void test_supports() {
   CHECK(hip::supports(good()).empty());

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "arguments.h"
 #include "check.h"
 #include "cuda_kernels.h"
 #include "sm80/arguments.h"
@@ -12,7 +13,11 @@
 #include "sm80/layout.h"
 
 using mla_prefill::DType;
+using mla_prefill::g_memory;
+using mla_prefill::good;
+using mla_prefill::names;
 using mla_prefill::PrefillParams;
+using mla_prefill::with;
 namespace cuda = mla_prefill::cuda;
 namespace plan = mla_prefill::plan;
 namespace sm80 = mla_prefill::sm80;
@@ -223,36 +228,7 @@ void test_table() {
 
 // ---- Arguments ------------------------------------------------------------------------------------------------------
 
-alignas(16) uint16_t g_memory[4096];  // its address is all that is looked at
-
-PrefillParams good() {
-  PrefillParams p;
-  p.q = {g_memory, 5 * 192, 192};
-  p.k = {g_memory, 5 * 256, 256};
-  p.k_pe = {g_memory, 576, 0};
-  p.v = {g_memory + 128, 5 * 256, 256};
-  p.out = {g_memory, 5 * 128, 128};
-  p.num_heads = 5;
-  p.total_q = 7;
-  p.total_k = 9;
-  p.dim_qk = 192;
-  p.dim_k = 128;
-  p.dim_v = 128;
-  p.scale = 0.1f;
-  return p;
-}
-
-bool refused(const PrefillParams& p, const std::string& argument) {
-  const std::string reason = sm80::supports(p);
-  return reason.rfind(argument + ": expected ", 0) == 0 && reason.find(" (sm80 kernel), got ") != std::string::npos;
-}
-
-template <typename Change>
-PrefillParams with(Change change) {
-  PrefillParams p = good();
-  change(p);
-  return p;
-}
+bool refused(const PrefillParams& p, const std::string& argument) { return names(sm80::supports(p), argument, "sm80"); }
 
 void test_supports() {
   CHECK(sm80::supports(good()).empty());

@@ -1,0 +1,94 @@
+// What the CUDA kernels of ragged_prefill do with finished rows alike: numbers, and the way from accumulators to out.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace mla_prefill {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Round to nearest even.
+template <typename T>
+__device__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <typename T>
+__device__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
+  return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+}
+
+// How a row enters out: out = own * o + running * out.
+struct RowWeights {
+  float own, running;
+  bool store;
+};
+
+// Weights of a finished row, merged into the running state where `accumulate`; writes its lse where `has_lse`. Called
+// by whole warps; the first lane of a quad reads and writes for it.
+__device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, bool accumulate, bool has_lse, int64_t row,
+                                                 int head, float sum, float lse, bool valid) {
+  RowWeights weights = {sum == 0.0f ? 0.0f : __fdividef(1.0f, sum), 0.0f, valid};
+  if (!has_lse) return weights;
+  float* const at = p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
+  const bool first_lane = threadIdx.x % 4 == 0;
+  if (accumulate) {
+    float running_lse = first_lane && valid ? *at : 0.0f;
+    running_lse = __shfl_sync(~0u, running_lse, 0, 4);
+    if (!isinf(running_lse)) {               // +inf and -inf both mark an empty state, whatever out holds
+      weights.store = valid && sum != 0.0f;  // a row without keys leaves a live state as it is
+      const float top = fmaxf(running_lse, lse);
+      const float running = exp2_approx((running_lse - top) * kLog2E);
+      const float added = exp2_approx((lse - top) * kLog2E);
+      const float total = running + added;
+      weights.running = running / total;
+      weights.own *= added / total;
+      lse = top + __logf(total);
+    }
+  }
+  if (first_lane && weights.store) *at = lse;
+  return weights;
+}
+
+// A lane holds one word (two columns) of each of two neighbouring blocks of 8 columns. Afterwards an even lane holds
+// its word and the next lane's of the first block, an odd lane the lane's before and its own of the second: 8 bytes in
+// a row, 32 of a quad. It is its own inverse.
+__device__ __forceinline__ void exchange_words(uint32_t& first, uint32_t& second) {
+  const bool odd = threadIdx.x & 1;
+  const uint32_t received = __shfl_xor_sync(~0u, odd ? first : second, 1);
+  (odd ? first : second) = received;
+}
+
+}  // namespace mla_prefill

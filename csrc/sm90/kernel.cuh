@@ -40,7 +40,9 @@ struct Share {
   int32_t first, end;  // tickets: items, and pieces of the split ones
   int32_t worker, num_workers;
   int32_t *ticket, *finished;
-  int32_t timeline;  // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
+  int32_t pieces,
+      beside_pieces;  // tickets below `pieces` are of split items; what leads from the others to their items
+  int32_t timeline;   // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
 };
 
 __device__ __forceinline__ Share share_of_long(plan::Header& header) {
@@ -51,6 +53,8 @@ __device__ __forceinline__ Share share_of_long(plan::Header& header) {
           (int32_t)gridDim.x,
           &header.ticket[0],
           &header.finished[0],
+          pieces,
+          split_items - pieces,
           header.timeline};
 }
 
@@ -62,6 +66,8 @@ __device__ __forceinline__ Share share_of_short(plan::Header& header, int team) 
           (int32_t)gridDim.x * ShortTile::kTeams,
           &header.ticket[1],
           &header.finished[1],
+          0,
+          0,
           header.timeline == 0 ? 0 : header.timeline + stamps_before * plan::kStampInts};
 }
 
@@ -114,17 +120,18 @@ struct Producer {
     return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};
   }
 
+  // The header is read for split items alone: on the way to an item it would cost others 5 % of 1024 keys' work.
   __device__ __forceinline__ plan::Piece piece_of(int32_t ticket) const {
-    if constexpr (!Config::kSplits) return {ticket, 0, 1};
+    if (!Config::kSplits || ticket >= share.pieces) return {ticket + share.beside_pieces, 0, 1};
     return plan::piece_of_ticket(reinterpret_cast<const plan::Header*>(p.plan)->split_end, ticket);
   }
 
   __device__ __forceinline__ KeyTiles key_tiles_of(const Item& item, int32_t ticket) const {
-    const int32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
+    const uint32_t kv_tiles = (item.keys + Config::kTileKV - 1) / Config::kTileKV;
+    if (!Config::kSplits || ticket >= share.pieces) return {0, (int32_t)kv_tiles, kWhole};
     const plan::Piece piece = piece_of(ticket);
-    if (piece.num_splits == 1) return {0, kv_tiles, kWhole};
-    return {(int32_t)((int64_t)kv_tiles * piece.index / piece.num_splits),
-            (int32_t)((int64_t)kv_tiles * (piece.index + 1) / piece.num_splits), ticket};
+    return {(int32_t)(kv_tiles * piece.index / (uint32_t)piece.num_splits),
+            (int32_t)(kv_tiles * (piece.index + 1) / (uint32_t)piece.num_splits), ticket};
   }
 
   // Rows past the sequence's end are not read and arrive as zeros: row `rows` of the sequence is where the map's bound

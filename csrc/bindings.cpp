@@ -56,8 +56,8 @@ py::list kernel_table() {
       py::dict row;
       row["backend"] = "sm90";
       row["dtypes"] = dtype;
-      row["head_dims"] = "(128, 64, 128), (64, 64, 128), (128, 0, 128)";
-      row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys";
+      row["head_dims"] = "(128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256)";
+      row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys; of 128 x 80 for dims of 256";
       row["compute_capability"] = "9.0";  // whether such a device is there is torch's to say
       table.append(row);
     }
@@ -100,7 +100,7 @@ constexpr int32_t kHopperSharedBytes = 227 * 1024;  // of a CTA
 
 plan::Config config_of(const std::string& backend, int32_t dim_qk, int32_t dim_v, int32_t shared_bytes) {
   if (backend == "cpu") return cpu::plan_config();
-  if (backend == "sm90") return sm90::plan_config();
+  if (backend == "sm90") return sm90::plan_config(dim_qk, dim_v);
   if (backend == "sm80") return sm80::plan_config(dim_qk, dim_v, shared_bytes);
   if (backend == "hip") return hip::plan_config();
   throw std::invalid_argument("backend: expected 'cpu', 'sm90', 'sm80' or 'hip', got '" + backend + "'");
@@ -166,7 +166,7 @@ py::dict plan_config(const std::string& backend, int32_t shared_bytes) {
   values["item_overhead"] = config.item_overhead;
   values["short_keys"] = config.short_keys;
   values["workers_per_sm"] = workers;
-  values["short_workers_per_sm"] = backend == "sm90" ? sm90::ShortTile::kTeams : workers;
+  values["short_workers_per_sm"] = backend == "sm90" ? sm90::Dims192::ShortTile::kTeams : workers;
   return values;
 }
 

@@ -140,7 +140,8 @@ void expect_portable_code(const Device& device) {
 }
 
 #if defined(MLA_PREFILL_WITH_SM90)
-const GpuKernel kSm90 = {sm90::takes_dims, [](int32_t, int32_t, const Device&) { return sm90::plan_config(); },
+const GpuKernel kSm90 = {sm90::takes_dims,
+                         [](int32_t dim_qk, int32_t dim_v, const Device&) { return sm90::plan_config(dim_qk, dim_v); },
                          sm90::supports, sm90::scratch_bytes,
                          [](const PrefillParams& params, int32_t* plan, const Device& device) {
                            return sm90::run(params, plan, device.num_multiprocessors(), device.stream());

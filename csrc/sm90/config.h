@@ -1,4 +1,4 @@
-// Tiles, shared memory and roles of the Hopper kernel, a template over q's and k's head dim.
+// Head dims, tiles, shared memory and roles of the Hopper kernel.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,11 @@
 
 namespace mla_prefill::sm90 {
 
-constexpr int kHeadDimV = 128;
 constexpr int kHeadDimRope = 64;  // of k_pe, where K is split
-
-// Whether the kernel is compiled for these head dims.
-constexpr bool takes_dims(int32_t dim_qk, int32_t dim_v) {
-  return (dim_qk == 192 || dim_qk == 128) && dim_v == kHeadDimV;
-}
 
 // Tensors lie in shared memory as boxes of 64 columns: 128 bytes, the width of the swizzle. K's boxes are loaded one by
 // one, so that those of k_nope and a last one of k_pe make a key as well as all of one tensor.
 constexpr int kBoxColumns = 64;
-constexpr int kBoxesV = kHeadDimV / kBoxColumns;
 static_assert(kHeadDimRope == kBoxColumns, "k_pe is the last box");
 
 constexpr int kWarpgroupThreads = 128;
@@ -32,7 +25,7 @@ constexpr int kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (1 + kConsumers),
               "setmaxnreg hands around what the CTA was launched with");
 
-template <int kTileQ_, int kTileKV_>
+template <int kTileQ_, int kTileKV_, bool kFewRegisters_ = false>
 struct TileConfig {
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
@@ -45,23 +38,66 @@ struct TileConfig {
   static constexpr bool kPrefetchQ = kConsumers == 2;
   // Short sequences have no split items.
   static constexpr bool kSplits = kConsumers == 2;
+  // The accumulators leave few registers for what only the epilogue needs: it is read again, or computed late.
+  static constexpr bool kFewRegisters = kFewRegisters_;
 
   static_assert(kTileQ % kWarpgroupRows == 0 && kTeams * kConsumers == sm90::kConsumers, "all consumers have a team");
 };
 
-using LongTile = TileConfig<128, 128>;  // one team
-using ShortTile = TileConfig<64, 64>;   // two, side by side
+struct NoTile {
+  static constexpr int kTeams = 0;
+};
 
-// What the kernel wants of its plan.
-inline plan::Config plan_config() {
+// A variant of the kernel: head dims of q and k and of v, and the tiles whose tensors fit.
+template <int kHeadDimQK_, int kHeadDimV_, typename LongTile_, typename ShortTile_>
+struct KernelVariant {
+  static constexpr int kHeadDimQK = kHeadDimQK_;
+  static constexpr int kHeadDimV = kHeadDimV_;
+  static constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
+  static constexpr int kBoxesV = kHeadDimV / kBoxColumns;
+  using LongTile = LongTile_;    // one team
+  using ShortTile = ShortTile_;  // two, side by side, for short items; with NoTile they are taken like long ones
+  static constexpr bool kHasShortTile = ShortTile::kTeams > 0;
+
+  static_assert(kHeadDimQK % kBoxColumns == 0 && kHeadDimV % kBoxColumns == 0, "whole boxes");
+};
+
+using Dims192 = KernelVariant<192, 128, TileConfig<128, 128>, TileConfig<64, 64>>;
+using Dims128 = KernelVariant<128, 128, TileConfig<128, 128>, TileConfig<64, 64>>;
+// O takes 128 registers of a thread: S and P of 80 keys fit beside it, and two stages of their K and V beside Q.
+using Dims256 = KernelVariant<256, 256, TileConfig<128, 80, true>, NoTile>;
+
+// Calls function(Variant) for head dims. False where the kernel is not compiled for them.
+template <typename Function>
+constexpr bool with_variant(int32_t dim_qk, int32_t dim_v, Function&& function) {
+  const auto suits = [&](auto variant) {
+    if (dim_qk != variant.kHeadDimQK || dim_v != variant.kHeadDimV) return false;
+    function(variant);
+    return true;
+  };
+  return suits(Dims192{}) || suits(Dims128{}) || suits(Dims256{});
+}
+
+constexpr bool takes_dims(int32_t dim_qk, int32_t dim_v) {
+  return with_variant(dim_qk, dim_v, [](auto) {});
+}
+
+// What the kernel wants of its plan. For other head dims, which it refuses later, any will do.
+inline plan::Config plan_config(int32_t dim_qk, int32_t dim_v) {
   plan::Config config;
-  config.tile_q = LongTile::kTileQ;
-  config.tile_kv = LongTile::kTileKV;
-  config.short_tile_q = ShortTile::kTileQ;
-  config.short_keys = LongTile::kTileKV;
+  with_variant(dim_qk, dim_v, [&](auto variant) {
+    using Variant = decltype(variant);
+    config.tile_q = Variant::LongTile::kTileQ;
+    config.tile_kv = Variant::LongTile::kTileKV;
+    if constexpr (Variant::kHasShortTile) {
+      config.short_tile_q = Variant::ShortTile::kTileQ;
+      config.short_keys = Variant::LongTile::kTileKV;
+    }
+  });
   config.max_splits = plan::kMaxSplits;
   config.split_items = 132;
-  config.min_split_keys = 32 * LongTile::kTileKV;
+  config.min_split_keys =
+      4096;  // for all head dims: a plan may have been made for others, and scratch_bytes goes by it
   return config;
 }
 
@@ -81,14 +117,11 @@ static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
 constexpr int32_t kWhole = -1;
 
-template <typename T, int kHeadDimQK, typename Config>
+template <typename T, typename Variant, typename Config>
 struct alignas(1024) Tensors {
-  static constexpr int kBoxesQK = kHeadDimQK / kBoxColumns;
-  static_assert(kHeadDimQK % kBoxColumns == 0, "whole boxes");
-
-  T q[kBoxesQK][Config::kTileQ][kBoxColumns];
-  T k[Config::kStages][kBoxesQK][Config::kTileKV][kBoxColumns];
-  T v[Config::kStages][kBoxesV][Config::kTileKV][kBoxColumns];
+  T q[Variant::kBoxesQK][Config::kTileQ][kBoxColumns];
+  T k[Config::kStages][Variant::kBoxesQK][Config::kTileKV][kBoxColumns];
+  T v[Config::kStages][Variant::kBoxesV][Config::kTileKV][kBoxColumns];
 };
 
 template <typename Config>
@@ -100,11 +133,14 @@ struct Channels {
   uint64_t tile_full[2], tile_empty[2];
 };
 
-template <typename T, int kHeadDimQK>
+template <typename T, typename Variant, bool kHasShortTile = Variant::kHasShortTile>
 struct alignas(1024) SharedStorage {
+  using LongTile = typename Variant::LongTile;
+  using ShortTile = typename Variant::ShortTile;
+
   union {
-    Tensors<T, kHeadDimQK, LongTile> long_tensors;
-    Tensors<T, kHeadDimQK, ShortTile> short_tensors[ShortTile::kTeams];
+    Tensors<T, Variant, LongTile> long_tensors;
+    Tensors<T, Variant, ShortTile> short_tensors[ShortTile::kTeams];
   };
   Channels<LongTile> long_channels;
   Channels<ShortTile> short_channels[ShortTile::kTeams];
@@ -112,9 +148,16 @@ struct alignas(1024) SharedStorage {
   int32_t has_short_items;
 };
 
-template <typename T, int kHeadDimQK>
-constexpr int kSharedBytes = sizeof(SharedStorage<T, kHeadDimQK>) + 1024;  // the base is aligned in the kernel
-static_assert(kSharedBytes<uint16_t, 192> <= 227 * 1024, "shared memory of a CTA");
-static_assert(kSharedBytes<uint16_t, 128> <= 227 * 1024, "shared memory of a CTA");
+template <typename T, typename Variant>
+struct alignas(1024) SharedStorage<T, Variant, false> {
+  Tensors<T, Variant, typename Variant::LongTile> long_tensors;
+  Channels<typename Variant::LongTile> long_channels;
+};
+
+template <typename T, typename Variant>
+constexpr int kSharedBytes = sizeof(SharedStorage<T, Variant>) + 1024;  // the base is aligned in the kernel
+static_assert(kSharedBytes<uint16_t, Dims192> <= 227 * 1024, "shared memory of a CTA");
+static_assert(kSharedBytes<uint16_t, Dims128> <= 227 * 1024, "shared memory of a CTA");
+static_assert(kSharedBytes<uint16_t, Dims256> <= 227 * 1024, "shared memory of a CTA");
 
 }  // namespace mla_prefill::sm90

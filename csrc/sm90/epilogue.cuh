@@ -9,9 +9,9 @@
 
 namespace mla_prefill::sm90 {
 
-template <typename T, bool kAccumulate>
+template <typename T, bool kAccumulate, int kSize>
 __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
-                                           const float (&o)[kHeadDimV / 2], const RowSums& sums) {
+                                           const float (&o)[kSize], const RowSums& sums) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
@@ -21,7 +21,8 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& t
     T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + tile.head * p.out.head_stride + thread % 2 * 8 +
              thread % 4 / 2 * 4;
 #pragma unroll
-    for (int block = 0; block < kHeadDimV / 8; block += 2) {
+    for (int block = 0; block < kSize / 4; block += 2) {
+      if (kSize > 64 && block % 4 == 0) __syncwarp();  // or more is on its way than there are registers for
       uint2* at = reinterpret_cast<uint2*>(out + block * 8);
       const float *first = o + block * 4 + 2 * r, *second = first + 4;
       uint2 x;
@@ -41,9 +42,9 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& t
   }
 }
 
-template <typename T>
+template <typename T, int kSize>
 __device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& tile, int first_row, int thread,
-                                           const float (&o)[kHeadDimV / 2], const RowSums& sums) {
+                                           const float (&o)[kSize], const RowSums& sums) {
   if (p.accumulate) {
     write_rows<T, true>(p, tile, first_row, thread, o, sums);
   } else {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& t
 }
 
 // (0, -inf) for rows of a sequence without keys; a live running state stays as it is. All lanes of one warp.
-template <typename T>
+template <typename T, int kHeadDimV>
 __device__ __forceinline__ void write_empty_rows(const PrefillParams& p, int64_t first_row, int32_t rows,
                                                  int head_begin, int head_count) {
   const int lane = threadIdx.x % 32;
@@ -62,7 +63,10 @@ __device__ __forceinline__ void write_empty_rows(const PrefillParams& p, int64_t
       if (p.accumulate && !isinf(*lse)) continue;
       __syncwarp();
       T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + head * p.out.head_stride;
-      *reinterpret_cast<uint2*>(out + lane * 4) = make_uint2(0, 0);
+#pragma unroll
+      for (int column = 0; column < kHeadDimV; column += 128) {
+        *reinterpret_cast<uint2*>(out + column + lane * 4) = make_uint2(0, 0);
+      }
       if (lane == 0 && lse) *lse = -INFINITY;
     }
   }

@@ -31,7 +31,7 @@ struct KernelParams {
   KeyMaps long_keys, short_keys;  // in boxes of kTileKV rows
   PrefillParams problem;
   int32_t* plan;     // header and items; the header's counters move
-  float4* partials;  // kPartialsBytes, or nullptr where no item can be split
+  float4* partials;  // partials_bytes(), or nullptr where no item can be split
   bool split_k;
 };
 
@@ -45,10 +45,12 @@ struct Share {
   int32_t timeline;   // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
 };
 
+template <typename Variant>
 __device__ __forceinline__ Share share_of_long(plan::Header& header) {
   const int32_t pieces = plan::num_pieces(header.split_end), split_items = header.split_end[plan::kNumSplitClasses - 1];
+  const int32_t end = Variant::kHasShortTile ? header.first_short : header.num_items;
   return {0,
-          header.first_short - split_items + pieces,
+          end - split_items + pieces,
           (int32_t)blockIdx.x,
           (int32_t)gridDim.x,
           &header.ticket[0],
@@ -58,12 +60,14 @@ __device__ __forceinline__ Share share_of_long(plan::Header& header) {
           header.timeline};
 }
 
+template <typename Variant>
 __device__ __forceinline__ Share share_of_short(plan::Header& header, int team) {
-  const int32_t stamps_before = share_of_long(header).end + (int32_t)gridDim.x - header.first_short;
+  constexpr int kTeams = Variant::ShortTile::kTeams;
+  const int32_t stamps_before = share_of_long<Variant>(header).end + (int32_t)gridDim.x - header.first_short;
   return {header.first_short,
           header.num_items,
-          (int32_t)blockIdx.x * ShortTile::kTeams + team,
-          (int32_t)gridDim.x * ShortTile::kTeams,
+          (int32_t)blockIdx.x * kTeams + team,
+          (int32_t)gridDim.x * kTeams,
           &header.ticket[1],
           &header.finished[1],
           0,
@@ -85,10 +89,10 @@ struct Ring {
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
 // One warp. All lanes follow the control flow, one of them issues.
-template <typename T, int kHeadDimQK, typename Config>
+template <typename T, typename Variant, typename Config>
 struct Producer {
-  using Tensors = sm90::Tensors<T, kHeadDimQK, Config>;
-  static constexpr int kBoxesQK = Tensors::kBoxesQK;
+  using Tensors = sm90::Tensors<T, Variant, Config>;
+  static constexpr int kBoxesQK = Variant::kBoxesQK, kBoxesV = Variant::kBoxesV;
   static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = Config::kTileKV * kBoxColumns * sizeof(T);
 
@@ -198,8 +202,10 @@ struct Producer {
     barrier_wait(smem_address(&channels.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
     if (leader) {
       barrier_arrive_expect(full, kBoxesV * kBoxBytesKV);
-      load_box(to, &keys.v, full, 0, head, item.k_row, item.len_k, row);
-      load_box(to + kBoxBytesKV, &keys.v, full, kBoxColumns, head, item.k_row, item.len_k, row);
+#pragma unroll
+      for (int box = 0; box < kBoxesV; ++box) {
+        load_box(to + box * kBoxBytesKV, &keys.v, full, box * kBoxColumns, head, item.k_row, item.len_k, row);
+      }
     }
     v_ring.advance();
   }
@@ -293,8 +299,10 @@ struct Producer {
 
 // ---- Rows without keys ----------------------------------------------------------------------------------------------
 
+constexpr int kEmptyItemsWarp = 2;
+
 // A warp beside the producers' walks over the list and writes the empty result for items whose rows see no key.
-template <typename T>
+template <typename T, int kHeadDimV>
 __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
   const plan::Header& header = *reinterpret_cast<const plan::Header*>(p.plan);
   const plan::WorkItem* items = reinterpret_cast<const plan::WorkItem*>(p.plan + plan::kItemsBegin);
@@ -304,7 +312,7 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
     for (uint32_t found = __ballot_sync(~0u, is_empty); found != 0; found &= found - 1) {
       const plan::WorkItem item = items[base + __ffs(found) - 1];
       const int64_t row = (int64_t)p.problem.cu_seqlens_q[item.seq] + item.q_begin;
-      write_empty_rows<T>(p.problem, row, item.q_rows, item.head_begin, item.head_count);
+      write_empty_rows<T, kHeadDimV>(p.problem, row, item.q_rows, item.head_begin, item.head_count);
     }
   }
 }
@@ -313,10 +321,12 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
 
 enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
 
-template <typename T, int kHeadDimQK, typename Config>
+template <typename T, typename Variant, typename Config>
 struct Consumer {
-  using Tensors = sm90::Tensors<T, kHeadDimQK, Config>;
+  using Tensors = sm90::Tensors<T, Variant, Config>;
+  static constexpr int kHeadDimQK = Variant::kHeadDimQK, kHeadDimV = Variant::kHeadDimV;
   static constexpr int kTileKV = Config::kTileKV;
+  static constexpr bool kFewRegisters = Config::kFewRegisters;
   static constexpr uint32_t kStepBytes = 16 * sizeof(T);  // 16 elements: the depth of one wgmma
   static constexpr uint32_t kBoxBytesQ = Config::kTileQ * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = kTileKV * kBoxColumns * sizeof(T);
@@ -385,14 +395,26 @@ struct Consumer {
     if (leader) barrier_arrive(smem_address(&channels.q_empty[index]));
   }
 
+  // Where registers are few, the tile keeps its slot until finished_tile().
   __device__ __forceinline__ Tile next_tile() {
     const uint32_t slot = tile_ring.stage();
     barrier_wait(smem_address(&channels.tile_full[slot]), tile_ring.parity());
     const Tile tile = channels.tiles[slot];
-    barrier_arrive(smem_address(&channels.tile_empty[slot]));
+    if (!kFewRegisters) barrier_arrive(smem_address(&channels.tile_empty[slot]));
     tile_ring.advance();
     return tile;
   }
+
+  // The tile before the one that next_tile() gave last, read again.
+  __device__ __forceinline__ Tile finished_tile() {
+    const uint32_t slot = tile_ring.stage();
+    const Tile tile = channels.tiles[slot];
+    barrier_arrive(smem_address(&channels.tile_empty[slot]));
+    return tile;
+  }
+
+  // The one that next_tile() gave last, read again.
+  __device__ __forceinline__ Tile current_tile() const { return channels.tiles[tile_ring.stage() ^ 1]; }
 
   // Waits for Q and the first K of a tile, if there is one.
   __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
@@ -462,7 +484,8 @@ struct Consumer {
 #pragma unroll 1
       for (; j >= first; --j) key_tile<false>(limits, j, j == first);
 
-      RowSums sums = softmax.finish(p.problem.scale);
+      RowSums sums;
+      if (!kFewRegisters) sums = softmax.finish(p.problem.scale);
       const Tile next = next_tile();
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
@@ -472,17 +495,19 @@ struct Consumer {
       wgmma_wait<1>();
       fence_registers(o);
       release_v();
+      if (kFewRegisters) tile = finished_tile();
       bool is_complete = true;
       if (Config::kSplits && tile.piece != kWhole) {
         const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
         is_complete = combine_pieces(p.plan, p.partials, tile.piece, warp, p.problem.scale, o, softmax);
-        sums = softmax.finish(p.problem.scale);
+        if (!kFewRegisters) sums = softmax.finish(p.problem.scale);
       }
+      if (kFewRegisters) sums = softmax.finish(p.problem.scale);
       if (is_complete) write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);
-      tile = next;
+      tile = kFewRegisters ? current_tile() : next;
     }
     if (Config::kPingPong && index == 0) named_barrier_sync(kTurnOfFirst, 2 * kWarpgroupThreads);
   }
@@ -522,24 +547,29 @@ __device__ __forceinline__ void init_channels(Channels<Config>& channels) {
 }
 
 // The long items' tensors and the short ones' share their memory: both teams' producers and all consumers meet between.
-constexpr int kThreadsThatMeet = kConsumers * kWarpgroupThreads + ShortTile::kTeams * 32;
+template <typename Variant>
+constexpr int kThreadsThatMeet = kConsumers * kWarpgroupThreads + Variant::ShortTile::kTeams * 32;
 
 __device__ __forceinline__ void meet_after_long_items(uint64_t& barrier) {
   barrier_arrive(smem_address(&barrier));
   barrier_wait(smem_address(&barrier), 0);
 }
 
-template <typename T, int kHeadDimQK>
+template <typename T, typename Variant>
 __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_constant__ KernelParams params) {
   extern __shared__ uint8_t smem_raw[];
-  using Storage = SharedStorage<T, kHeadDimQK>;
+  using Storage = SharedStorage<T, Variant>;
+  using LongTile = typename Variant::LongTile;
+  using ShortTile = typename Variant::ShortTile;
   auto& smem = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
   plan::Header& header = *reinterpret_cast<plan::Header*>(params.plan);
 
   if (threadIdx.x == 0) {
     init_channels(smem.long_channels);
-    for (auto& channels : smem.short_channels) init_channels(channels);
-    barrier_init(smem_address(&smem.long_items_done), kThreadsThatMeet);
+    if constexpr (Variant::kHasShortTile) {
+      for (auto& channels : smem.short_channels) init_channels(channels);
+      barrier_init(smem_address(&smem.long_items_done), kThreadsThatMeet<Variant>);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -550,28 +580,32 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
     give_up_registers<kProducerRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
-      smem.has_short_items = header.first_short < header.num_items;
-      Producer<T, kHeadDimQK, LongTile>{params, params.long_keys, share_of_long(header), smem.long_tensors,
-                                        smem.long_channels}
+      if constexpr (Variant::kHasShortTile) smem.has_short_items = header.first_short < header.num_items;
+      Producer<T, Variant, LongTile>{params, params.long_keys, share_of_long<Variant>(header), smem.long_tensors,
+                                     smem.long_channels}
           .run();
     }
-    if (warp < ShortTile::kTeams) {
-      meet_after_long_items(smem.long_items_done);
-      if (smem.has_short_items) {
-        Producer<T, kHeadDimQK, ShortTile>{params, params.short_keys, share_of_short(header, warp),
-                                           smem.short_tensors[warp], smem.short_channels[warp]}
-            .run();
+    if (Variant::kHasShortTile && warp < ShortTile::kTeams) {
+      if constexpr (Variant::kHasShortTile) {
+        meet_after_long_items(smem.long_items_done);
+        if (smem.has_short_items) {
+          Producer<T, Variant, ShortTile>{params, params.short_keys, share_of_short<Variant>(header, warp),
+                                          smem.short_tensors[warp], smem.short_channels[warp]}
+              .run();
+        }
       }
-    } else if (warp == ShortTile::kTeams) {
-      finish_empty_items<T>(params);
+    } else if (warp == kEmptyItemsWarp) {
+      finish_empty_items<T, Variant::kHeadDimV>(params);
     }
   } else {
     claim_registers<kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    Consumer<T, kHeadDimQK, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
-    meet_after_long_items(smem.long_items_done);
-    if (smem.has_short_items) {
-      Consumer<T, kHeadDimQK, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
+    Consumer<T, Variant, LongTile>(params, smem.long_tensors, smem.long_channels, consumer).run();
+    if constexpr (Variant::kHasShortTile) {
+      meet_after_long_items(smem.long_items_done);
+      if (smem.has_short_items) {
+        Consumer<T, Variant, ShortTile>(params, smem.short_tensors[consumer], smem.short_channels[consumer], 0).run();
+      }
     }
   }
 }

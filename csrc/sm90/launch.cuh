@@ -7,10 +7,10 @@
 
 namespace mla_prefill::sm90 {
 
-template <typename T, int kHeadDimQK>
+template <typename T, typename Variant>
 cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream) {
-  const auto kernel = prefill_kernel<T, kHeadDimQK>;
-  constexpr int kBytes = kSharedBytes<T, kHeadDimQK>;
+  const auto kernel = prefill_kernel<T, Variant>;
+  constexpr int kBytes = kSharedBytes<T, Variant>;
   int device;
   cudaError_t status = cudaGetDevice(&device);
   if (status != cudaSuccess) return status;
@@ -26,9 +26,11 @@ cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream)
   return cudaGetLastError();
 }
 
-extern template cudaError_t launch<__nv_bfloat16, 192>(const KernelParams&, int, cudaStream_t);
-extern template cudaError_t launch<__nv_bfloat16, 128>(const KernelParams&, int, cudaStream_t);
-extern template cudaError_t launch<__half, 192>(const KernelParams&, int, cudaStream_t);
-extern template cudaError_t launch<__half, 128>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__nv_bfloat16, Dims192>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__nv_bfloat16, Dims128>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__nv_bfloat16, Dims256>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__half, Dims192>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__half, Dims128>(const KernelParams&, int, cudaStream_t);
+extern template cudaError_t launch<__half, Dims256>(const KernelParams&, int, cudaStream_t);
 
 }  // namespace mla_prefill::sm90

@@ -16,10 +16,10 @@ std::string check_rows(const char* name, const ConstRows& tensor, int64_t rows, 
                          std::to_string(tensor.head_stride) + " elements");
 }
 
-template <typename T>
-cudaError_t launch_dims(const KernelParams& params, int num_sms, cudaStream_t stream) {
-  return params.problem.dim_qk == 192 ? launch<T, 192>(params, num_sms, stream)
-                                      : launch<T, 128>(params, num_sms, stream);
+template <typename Variant>
+cudaError_t launch_dtype(const KernelParams& params, int num_sms, cudaStream_t stream) {
+  return params.problem.dtype == DType::kBFloat16 ? launch<__nv_bfloat16, Variant>(params, num_sms, stream)
+                                                  : launch<__half, Variant>(params, num_sms, stream);
 }
 
 }  // namespace
@@ -31,7 +31,7 @@ std::string supports(const PrefillParams& p) {
   const bool split = p.dim_k != p.dim_qk;
   if (!takes_dims(p.dim_qk, p.dim_v) || (split && p.dim_k != p.dim_qk - kHeadDimRope)) {
     return unsupported(
-        "head dims", "(nope, rope, v) = (128, 64, 128), (64, 64, 128) or (128, 0, 128)",
+        "head dims", "(nope, rope, v) = (128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256) or (256, 0, 256)",
         "q of " + std::to_string(p.dim_qk) + ", k of " + std::to_string(p.dim_k) + ", v of " + std::to_string(p.dim_v));
   }
   if (!(p.scale > 0.0f)) return unsupported("scale", "a number above 0", std::to_string(p.scale));
@@ -46,9 +46,9 @@ std::string supports(const PrefillParams& p) {
 }
 
 int64_t scratch_bytes(const PrefillParams& p) {
-  const plan::Config config = plan_config();
+  const plan::Config config = plan_config(p.dim_qk, p.dim_v);
   const bool may_split = 2 * p.num_heads <= config.split_items && 2 * config.min_split_keys <= p.total_k;
-  return may_split ? kPartialsBytes : 0;
+  return may_split ? partials_bytes(p.dim_v) : 0;
 }
 
 std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t stream) {
@@ -60,14 +60,17 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
   const auto map_keys = [&](KeyMaps& maps, int tile_kv) {
     return make_ragged_map(&maps.k, p.k, p.dtype, p.dim_k, p.num_heads, tile_kv) &&
            (!params.split_k || make_ragged_map(&maps.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
-           make_ragged_map(&maps.v, p.v, p.dtype, kHeadDimV, p.num_heads, tile_kv);
+           make_ragged_map(&maps.v, p.v, p.dtype, p.dim_v, p.num_heads, tile_kv);
   };
-  if (!make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows) ||
-      !map_keys(params.long_keys, LongTile::kTileKV) || !map_keys(params.short_keys, ShortTile::kTileKV)) {
-    return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
-  }
-  const cudaError_t status = p.dtype == DType::kBFloat16 ? launch_dims<__nv_bfloat16>(params, num_sms, stream)
-                                                         : launch_dims<__half>(params, num_sms, stream);
+  bool mapped = make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows);
+  cudaError_t status = cudaSuccess;
+  with_variant(p.dim_qk, p.dim_v, [&](auto variant) {
+    using Variant = decltype(variant);
+    mapped = mapped && map_keys(params.long_keys, Variant::LongTile::kTileKV);
+    if constexpr (Variant::kHasShortTile) mapped = mapped && map_keys(params.short_keys, Variant::ShortTile::kTileKV);
+    if (mapped) status = launch_dtype<Variant>(params, num_sms, stream);
+  });
+  if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
   if (status != cudaSuccess) return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
   return "";
 }

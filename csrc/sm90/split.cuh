@@ -14,21 +14,25 @@ constexpr int kWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(kWarps == plan::kWarpsThatMeet, "the plan has room for the warps of a CTA");
 
 // A lane's part of a piece: its accumulators, then maximum and sum of its two rows; a warp's lies word by word.
-constexpr int kAccumulatorWords = kHeadDimV / 2 / 4;
-constexpr int kPieceWords = kAccumulatorWords + 1;
-constexpr int64_t kPartialsBytes = (int64_t)plan::kSplitSlots * kWarps * kPieceWords * 32 * sizeof(float4);
+constexpr int accumulator_words(int head_dim_v) { return head_dim_v / 2 / 4; }
+constexpr int piece_words(int head_dim_v) { return accumulator_words(head_dim_v) + 1; }
+constexpr int64_t partials_bytes(int head_dim_v) {
+  return (int64_t)plan::kSplitSlots * kWarps * piece_words(head_dim_v) * 32 * sizeof(float4);
+}
 
 // Where warps meet: how often the slot was used before in this launch, times kRound, plus the pieces that have come.
 constexpr int32_t kRound = 2 * plan::kMaxSplits;
 
+template <int kHeadDimV>
 __device__ __forceinline__ float4* partial_of(float4* partials, int32_t slot, int warp) {
-  return partials + ((int64_t)slot * kWarps + warp) * kPieceWords * 32 + threadIdx.x % 32;
+  return partials + ((int64_t)slot * kWarps + warp) * piece_words(kHeadDimV) * 32 + threadIdx.x % 32;
 }
 
 // Replaces o and the softmax's state by those of the whole item, if this warp is the last; otherwise returns false.
-template <int kTileKV>
+template <int kTileKV, int kSize>
 __device__ __forceinline__ bool combine_pieces(int32_t* plan, float4* partials, int32_t ticket, int warp, float scale,
-                                               float (&o)[kHeadDimV / 2], OnlineSoftmax<kTileKV>& softmax) {
+                                               float (&o)[kSize], OnlineSoftmax<kTileKV>& softmax) {
+  constexpr int kHeadDimV = 2 * kSize, kAccumulatorWords = accumulator_words(kHeadDimV);
   const plan::Header& header = *reinterpret_cast<const plan::Header*>(plan);
   int32_t* const meetings = plan + plan::kHeaderInts;
   const plan::Piece piece = plan::piece_of_ticket(header.split_end, ticket);
@@ -42,7 +46,7 @@ __device__ __forceinline__ bool combine_pieces(int32_t* plan, float4* partials, 
     while (leader && load_acquire(meeting) < round) __nanosleep(100);
     __syncwarp();
   }
-  float4* const mine = partial_of(partials, first_slot + piece.index, warp);
+  float4* const mine = partial_of<kHeadDimV>(partials, first_slot + piece.index, warp);
 #pragma unroll
   for (int i = 0; i < kAccumulatorWords; ++i) {
     __stcg(mine + i * 32, make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]));
@@ -57,27 +61,34 @@ __device__ __forceinline__ bool combine_pieces(int32_t* plan, float4* partials, 
   float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll 4
   for (int i = 0; i < piece.num_splits; ++i) {
-    const float4 state = __ldcg(partial_of(partials, first_slot + i, warp) + kAccumulatorWords * 32);
+    const float4 state = __ldcg(partial_of<kHeadDimV>(partials, first_slot + i, warp) + kAccumulatorWords * 32);
     top[0] = fmaxf(top[0], state.x);
     top[1] = fmaxf(top[1], state.z);
   }
   softmax.sum[0] = softmax.sum[1] = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
-#pragma unroll 1
-  for (int i = 0; i < piece.num_splits; ++i) {
-    const float4* const from = partial_of(partials, first_slot + i, warp);
-    const float4 state = __ldcg(from + kAccumulatorWords * 32);
-    const float weight[2] = {rescaling(state.x, top[0], scale), rescaling(state.z, top[1], scale)};
-    softmax.sum[0] = fmaf(weight[0], state.y, softmax.sum[0]);
-    softmax.sum[1] = fmaf(weight[1], state.w, softmax.sum[1]);
+  for (int i = 0; i < kSize; ++i) o[i] = 0.0f;
+  // With more accumulators than 64 there are not the registers to have all words of a piece on their way.
+  constexpr int kWordsAtOnce = kSize > 64 ? 4 : kAccumulatorWords;
 #pragma unroll
-    for (int j = 0; j < kAccumulatorWords; ++j) {
-      const float4 x = __ldcg(from + j * 32);
-      o[4 * j] = fmaf(weight[0], x.x, o[4 * j]);
-      o[4 * j + 1] = fmaf(weight[0], x.y, o[4 * j + 1]);
-      o[4 * j + 2] = fmaf(weight[1], x.z, o[4 * j + 2]);
-      o[4 * j + 3] = fmaf(weight[1], x.w, o[4 * j + 3]);
+  for (int begin = 0; begin < kAccumulatorWords; begin += kWordsAtOnce) {
+#pragma unroll 1
+    for (int i = 0; i < piece.num_splits; ++i) {
+      const float4* const from = partial_of<kHeadDimV>(partials, first_slot + i, warp);
+      const float4 state = __ldcg(from + kAccumulatorWords * 32);
+      const float weight[2] = {rescaling(state.x, top[0], scale), rescaling(state.z, top[1], scale)};
+      if (begin == 0) {
+        softmax.sum[0] = fmaf(weight[0], state.y, softmax.sum[0]);
+        softmax.sum[1] = fmaf(weight[1], state.w, softmax.sum[1]);
+      }
+#pragma unroll
+      for (int j = begin; j < begin + kWordsAtOnce; ++j) {
+        const float4 x = __ldcg(from + j * 32);
+        o[4 * j] = fmaf(weight[0], x.x, o[4 * j]);
+        o[4 * j + 1] = fmaf(weight[0], x.y, o[4 * j + 1]);
+        o[4 * j + 2] = fmaf(weight[1], x.z, o[4 * j + 2]);
+        o[4 * j + 3] = fmaf(weight[1], x.w, o[4 * j + 3]);
+      }
     }
   }
   softmax.max[0] = top[0];

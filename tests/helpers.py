@@ -294,10 +294,9 @@ def refused_by(kernel: str, inputs: Inputs, out: Tensor) -> str | None:
     dims = (inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2])
     if kernel == "sm80":
         return "head dims" if any(dim > 256 or dim % 8 for dim in dims) else None
-    _, rope, dim_v = MLA
-    dim_qk = dims[0]
-    dims_qk = (192, 128) if kernel == "sm90" else (192,)
-    if dim_qk not in dims_qk or dims[1:] != (dim_qk if inputs.k_pe is None else dim_qk - rope, dim_v):
+    dim_qk, dim_k, dim_v = dims
+    pairs = ((192, 128), (128, 128), (256, 256)) if kernel == "sm90" else ((192, 128),)
+    if (dim_qk, dim_v) not in pairs or dim_k != (dim_qk if inputs.k_pe is None else dim_qk - MLA[1]):
         return "head dims"
     if not inputs.scale > 0:
         return "scale"

@@ -270,7 +270,8 @@ def test_a_build_without_code_for_the_device(device) -> None:
         ("sm90", EVEN, True),
         ("sm90", NO_ROPE, True),
         ("sm90", MLADimensions(qk_nope_head_dim=96, qk_rope_head_dim=32, v_head_dim=128), False),
-        ("sm90", GLM, False),
+        ("sm90", GLM, True),
+        ("sm90", MINICPM, False),
         ("sm80", DEEPSEEK, True),
         ("sm80", GLM, True),
         ("sm80", ODD, False),
@@ -352,7 +353,8 @@ def test_a_missing_library_is_named(name: str) -> None:
         (HOPPER, DEEPSEEK, torch.bfloat16, "NATIVE"),
         (HOPPER, EVEN, torch.bfloat16, "NATIVE"),
         (HOPPER, NO_ROPE, torch.bfloat16, "NATIVE"),
-        (HOPPER, GLM, torch.bfloat16, "FLASH_ATTN"),
+        (HOPPER, GLM, torch.bfloat16, "NATIVE"),
+        (HOPPER, MINICPM, torch.bfloat16, "NATIVE"),
         (HOPPER, DEEPSEEK, torch.float32, "SDPA"),
         (AMPERE, DEEPSEEK, torch.bfloat16, "NATIVE"),
         (BLACKWELL, DEEPSEEK, torch.bfloat16, "FLASH_ATTN"),
@@ -366,7 +368,7 @@ def test_choice_by_priority(device, capability, dims, dtype, expected) -> None:
     assert get_mla_prefill_backend(config(dims, dtype)).get_name() == expected
 
 
-@pytest.mark.parametrize(("capability", "dims"), [(BLACKWELL, DEEPSEEK), (HOPPER, GLM)])
+@pytest.mark.parametrize(("capability", "dims"), [(BLACKWELL, DEEPSEEK), (HOPPER, MINICPM)])
 def test_without_libraries_the_portable_kernel_serves(device, capability, dims) -> None:
     device.capability, device.libraries = capability, False
     assert get_mla_prefill_backend(config(dims)).get_name() == "NATIVE"
@@ -439,8 +441,8 @@ def test_a_choice_is_made_once_for_a_configuration(device, monkeypatch: pytest.M
 
 
 def test_the_layers_dims_count_more_than_the_models(device) -> None:
-    device.capability = HOPPER
-    assert get_mla_prefill_backend(config(DEEPSEEK), mla_dimensions=GLM).get_name() == "FLASH_ATTN"
+    device.capability = BLACKWELL
+    assert get_mla_prefill_backend(config(DEEPSEEK), mla_dimensions=GLM).get_name() == "TRTLLM_RAGGED"
 
 
 def test_what_a_configuration_may_leave_out() -> None:

@@ -175,7 +175,7 @@ def test_strides_of_one_row_or_head_are_free(dtype: torch.dtype, device: str) ->
 
 # ---- other head dims -------------------------------------------------------------------------------------------------
 
-HOPPER_DIMS = ((64, 64, 128), (128, 0, 128), (192, 0, 128))
+HOPPER_DIMS = ((64, 64, 128), (128, 0, 128), (192, 0, 128), (192, 64, 256), (256, 0, 256))
 PORTABLE_DIMS = (
     *(dims for dims in HEAD_DIMS.values() if dims != MLA),
     (64, 32, 64),  # MiniCPM3
@@ -255,10 +255,10 @@ def test_which_kernel_serves_other_head_dims(dtype: torch.dtype, monkeypatch: py
     monkeypatch.delenv("MLA_PREFILL_FORCE", raising=False)
     if gpu_kernels() != ["sm90", "sm80"]:
         pytest.skip("not the two kernels of Hopper")
-    cases = [replace(MIXED, head_dims=dims) for dims in ((64, 64, 128), (128, 0, 128), (96, 32, 128))]
+    cases = [replace(MIXED, head_dims=dims) for dims in ((64, 64, 128), (128, 0, 128), (192, 64, 256), (96, 32, 128))]
     batches = [make_inputs(case, dtype, "cuda") for case in cases]
     got = [run(inputs, plan=plan_of(inputs)) for inputs in batches]
-    for kernel, inputs, result in zip(("sm90", "sm90", "sm80"), batches, got, strict=True):
+    for kernel, inputs, result in zip(("sm90", "sm90", "sm90", "sm80"), batches, got, strict=True):
         use_kernel(kernel, monkeypatch)
         assert_same(run(inputs), result)
 
@@ -595,8 +595,9 @@ def random_lens(batch: int, seed: int) -> tuple[list[int], list[int]]:
     return (below(300) * ~chance(0.2)).tolist(), keys.tolist()
 
 
-# Query rows and keys, of the plan for q/k dims of 128 and 192 and v's of 128.
+# Query rows and keys, of the plan for head dims from 128 on.
 TILES = {"sm90": (128, 128), "sm80": (128, 64), "hip": (128, 32)}
+HOPPER_WIDE_TILE = (128, 80)  # for a V of 256 columns; no sequence is short then
 
 
 def assert_host_plans_the_same(
@@ -616,15 +617,17 @@ def assert_host_plans_the_same(
     got = plan.tensor.cpu()
     assert int(got[1]) == len(expected) <= plan.capacity
     assert torch.equal(got[ITEMS_BEGIN:].view(-1, ITEM_INTS)[: len(expected)], expected)
+    is_wide = kernel == "sm90" and dims[2] == 256
+    tiles = HOPPER_WIDE_TILE if is_wide else TILES[kernel]
     version, _, capacity, batch, heads, mask, tile_q, tile_kv, first_short, *rest = got[:HEADER_INTS].tolist()
     split_end, counters = rest[:4], rest[4:]
     assert (capacity, batch, heads, bool(mask)) == (plan.capacity, len(q_lens), num_heads, causal)
-    assert version >= 1 and (tile_q, tile_kv) == TILES[kernel] and not any(counters)
+    assert version >= 1 and (tile_q, tile_kv) == tiles and not any(counters)
     assert not got[HEADER_INTS:ITEMS_BEGIN].any()
     splits = expected[:, 7].tolist()
     assert splits == sorted(splits, reverse=True)
     assert split_end == [sum(split >= pieces for split in splits) for pieces in (16, 8, 4, 2)]
-    short_keys = SHORT_KEYS if kernel == "sm90" else -1
+    short_keys = SHORT_KEYS if kernel == "sm90" and not is_wide else -1
     short = torch.tensor([*kv_lens, 0])[expected[:, 0].long()] <= short_keys
     assert not short[:first_short].any() and short[first_short:].all()
 
@@ -666,7 +669,7 @@ def test_planners_agree_on_128_heads(kernel: str, large_sm: None) -> None:
 
 @pytest.mark.parametrize("dims", HOPPER_DIMS, ids=str)
 def test_planners_agree_on_other_head_dims(dims: Dims, kernel: str, large_sm: None) -> None:
-    """Keys of fewer bytes: more heads in a group."""
+    """Keys of more or fewer bytes: other heads in a group."""
     assert_host_plans_the_same(kernel, *random_lens(100, seed=11), 128, True, dims)
 
 

@@ -146,13 +146,23 @@ def test_host_planner_agrees() -> None:
         assert items == [tuple(vars(item).values()) for item in plan_of(case).items()]
 
 
-@pytest.mark.parametrize(("dims", "group"), [(MLA, 6), ((64, 64, 128), 8), ((128, 0, 128), 8)], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "group"), [(MLA, 6), ((64, 64, 128), 8), ((128, 0, 128), 8), ((192, 64, 256), 4)], ids=str
+)
 def test_heads_in_a_group_follow_from_the_bytes_of_a_key(dims: tuple[int, int, int], group: int) -> None:
-    """K and V of a group's heads fit 32 MiB: 8192 keys of 192 or 128 + 128 elements."""
+    """K and V of a group's heads fit 32 MiB: 8192 keys of 192 + 128, 128 + 128 or 256 + 256 elements."""
     binding = pytest.importorskip("mla_prefill._C")
     items = binding.plan_items([0, 256], [0, 8192], 16, False, *dims, backend="sm90")
     heads = [head for *_, head, head_count, _ in items if head_count == 1]
     assert heads[: 2 * group] == [*range(group), *range(group)] and len(heads) == len(items) == 2 * 16
+
+
+def test_wide_heads_have_no_short_tile() -> None:
+    """With 256 columns of V all sequences take the tile of 128 query rows, on Hopper."""
+    binding = pytest.importorskip("mla_prefill._C")
+    for dims, rows in ((MLA, [64, 64]), ((192, 64, 256), [128])):
+        items = binding.plan_items([0, 128], [0, 100], 1, False, *dims, backend="sm90")
+        assert [item[2] for item in items] == rows
 
 
 def test_host_planner_costs_grow_with_keys() -> None:

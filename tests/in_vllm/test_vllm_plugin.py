@@ -32,6 +32,7 @@ from mla_prefill.vllm.backend import NativeMLAPrefillBackend
 CUSTOM = MLAPrefillBackendEnum.CUSTOM
 DEEPSEEK = MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 GLM = MLADimensions(qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256)
+MINICPM = MLADimensions(qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 ODD = MLADimensions(qk_nope_head_dim=100, qk_rope_head_dim=64, v_head_dim=128)
 TURING, HOPPER, BLACKWELL = DeviceCapability(7, 5), DeviceCapability(9, 0), DeviceCapability(10, 0)
 
@@ -165,7 +166,8 @@ def test_the_selector_takes_an_explicit_choice(hopper) -> None:
 def test_auto_gives_native_where_it_suits_and_vllm_elsewhere(hopper, monkeypatch, caplog) -> None:
     monkeypatch.setenv("MLA_PREFILL_VLLM", "auto")
     mla_prefill.vllm.register()
-    for dims, expected in ((DEEPSEEK, NativeMLAPrefillBackend), (GLM, Original), (ODD, Original)):
+    for dims in (DEEPSEEK, GLM, MINICPM, ODD):
+        expected = NativeMLAPrefillBackend if dims in (DEEPSEEK, GLM) else Original
         vllm_config = config(dims)
         backend = construct(get_mla_prefill_backend(vllm_config), vllm_config)
         assert type(backend) is type(backend.clone()) is expected

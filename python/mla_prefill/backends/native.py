@@ -25,7 +25,7 @@ class _GpuKernel:
 
 HOPPER_DIMENSIONS = tuple(
     MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v)
-    for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128))
+    for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256))
 )
 _HALF = (torch.bfloat16, torch.float16)
 

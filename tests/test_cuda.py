@@ -193,8 +193,8 @@ PORTABLE_DIMS = (
     (200, 24, 136),
     (24, 16, 256),
 )
-ODD_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200, 257)
-EDGES = Case("edges", ODD_LENGTHS, tuple(ODD_LENGTHS[(5 * i + 3) % 15] for i in range(15)), 2, True)
+ODD_LENGTHS = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 200, 257)
+EDGES = Case("edges", ODD_LENGTHS, tuple(ODD_LENGTHS[(5 * i + 3) % 19] for i in range(19)), 2, True)
 
 
 @pytest.fixture(
@@ -264,10 +264,13 @@ def test_which_kernel_serves_other_head_dims(dtype: torch.dtype, monkeypatch: py
 
 
 @CASES
-def test_any_kernel_walks_over_any_plan(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dims", [MLA, (192, 64, 256)], ids=str)
+def test_any_kernel_walks_over_any_plan(
+    dims: Dims, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """plan_prefill does not see the tensors, so the kernel may turn out to be another than it was made for. Tiles are
     the plan's then, and bits may differ."""
-    inputs = make_inputs(case, dtype, "cuda")
+    inputs = make_inputs(replace(case, head_dims=dims), dtype, "cuda")
     kernels = gpu_kernels()
     if len(kernels) < 2:
         pytest.skip("one kernel for this device")

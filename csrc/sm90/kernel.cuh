@@ -2,8 +2,8 @@
 // prefill_kernel -> Producer::run, and Consumer::run (the main loop) -> key_tile.
 //
 // A CTA works as a team of a producer warp and two consumer warpgroups of 64 query rows each, and on the plan's short
-// items, after the others, as two teams of one consumer each. A producer takes items from the plan, hands each of their
-// tiles over through shared memory and loads Q, K and V; the consumers compute
+// items, after the others, as two teams of one consumer each, where the variant has a tile for them. A producer takes
+// items from the plan, hands each of their tiles over through shared memory and loads Q, K and V; the consumers compute
 //
 //   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - max)  in registers      O += P V  (P from registers)
 //
@@ -585,7 +585,7 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
                                      smem.long_channels}
           .run();
     }
-    if (Variant::kHasShortTile && warp < ShortTile::kTeams) {
+    if (warp < ShortTile::kTeams) {
       if constexpr (Variant::kHasShortTile) {
         meet_after_long_items(smem.long_items_done);
         if (smem.has_short_items) {

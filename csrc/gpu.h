@@ -27,6 +27,9 @@ namespace mla_prefill {
 // The value of the lane `step` below; a lane without one keeps its own.
 __device__ __forceinline__ int32_t shuffle_up(int32_t value, int step) { return __shfl_up(value, step, 32); }
 
+// The value of any lane of the warp, modulo 32. All lanes call it.
+__device__ __forceinline__ int32_t shuffle(int32_t value, int lane) { return __shfl(value, lane, 32); }
+
 // The lanes of the warp whose value is the same, as bits. All lanes call it; values are in [-256, 256).
 __device__ __forceinline__ uint32_t lanes_alike(int32_t value) {
   uint64_t alike = ~(uint64_t)0;
@@ -44,6 +47,7 @@ __device__ __forceinline__ void sync_warp() { __builtin_amdgcn_wave_barrier(); }
 #elif defined(__CUDACC__)
 
 __device__ __forceinline__ int32_t shuffle_up(int32_t value, int step) { return __shfl_up_sync(~0u, value, step); }
+__device__ __forceinline__ int32_t shuffle(int32_t value, int lane) { return __shfl_sync(~0u, value, lane); }
 __device__ __forceinline__ uint32_t lanes_alike(int32_t value) { return __match_any_sync(~0u, value); }
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 

@@ -1,186 +1,277 @@
-// Sequences are sorted by rank with a stable counting sort, then every item is written from its own index. Each CTA
-// sorts for itself (they all find the same, so that none waits for another) and writes its share of the items. Loops
-// are not unrolled: the code is cold at each step, and comes from device memory.
+// A counting sort, of items rather than sequences: sequences are counted in groups of one rank, and sums over the
+// groups, and over a group's sequences in memory order, say where each one and its items go. Then every item is written
+// from its own index. Up to kAloneBatch sequences take one launch, whose CTAs each sort for themselves, in shared
+// memory, so that none waits for another; more take three, whose CTAs sort a chunk each. Code and lengths come from
+// device memory and a call is short: loops are not unrolled, and the rules are evaluated in one place, once a sequence.
 #include "plan/device.h"
 
 namespace mla_prefill::plan {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int64_t kMostCtas = 128;
+constexpr int64_t kMostCtas = 512;
+constexpr int64_t kMostChunks = 128;
+constexpr int64_t kAloneBatch = 512;
+constexpr int kNumGroups = kNumRanks;  // in the order of the list: ranks descend
+static_assert(kNumGroups < kThreads, "a thread for each group, and one for the end");
 
-struct Scratch {
-  int32_t* order;       // [batch] sequences with query rows, longest first
-  int32_t* first_item;  // [batch + 1] of each of them; the last entry is the number of items
+struct Sum {
+  int32_t sequences, items;
 };
 
-struct Lengths {
-  int32_t q, k;
+__device__ Sum operator+(Sum a, Sum b) { return {a.sequences + b.sequences, a.items + b.items}; }
+
+struct Sequence {
+  SequenceWork work;
+  int32_t group;  // -1: no query rows
+  Sum before;     // in its group, of the same chunk
 };
 
-__device__ Lengths lengths_of(const Problem& p, int32_t seq) {
-  return {p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq], p.cu_seqlens_k[seq + 1] - p.cu_seqlens_k[seq]};
+// In shared memory or in the scratch.
+struct Lists {
+  Sequence* sequences;  // [batch]
+  Sum* counts;          // [num_chunks][kNumGroups]
+  Sum* total;           // of all sequences
+  int32_t* order;       // [batch] sequences with query rows, in the order of the list
+  int32_t* first_item;  // [batch] of each of them
+};
+
+struct Arguments {
+  Config config;
+  Problem problem;
+  int32_t* buffer;
+  int32_t capacity;
+  int32_t num_ctas;  // that write items
+  int32_t num_chunks;
+  int32_t chunk_size;  // sequences, a multiple of kThreads
+  int32_t* scratch;
+};
+
+__device__ Lists lists_in_scratch(const Arguments& args) {
+  Sum* const total = reinterpret_cast<Sum*>(args.scratch);
+  Sum* const counts = total + 1;
+  int32_t* const order = reinterpret_cast<int32_t*>(counts + args.num_chunks * kNumGroups);
+  int32_t* const first_item = order + args.problem.batch;
+  return {reinterpret_cast<Sequence*>(first_item + args.problem.batch), counts, total, order, first_item};
 }
 
-// -1 for a sequence without query rows.
-__device__ int32_t rank_of(const Config& config, const Problem& p, int32_t seq) {
-  const Lengths len = lengths_of(p, seq);
-  return len.q > 0 ? sequence_rank(config, p.num_heads, p.causal, len.q, len.k) : -1;
+__device__ Sequence sequence_at(const Config& config, const Problem& p, int32_t index) {
+  const int32_t len_q = p.cu_seqlens_q[index + 1] - p.cu_seqlens_q[index];
+  const int32_t len_k = p.cu_seqlens_k[index + 1] - p.cu_seqlens_k[index];
+  Sequence sequence = {};
+  sequence.group = -1;
+  if (len_q > 0) {
+    sequence.work = sequence_work(config, p.num_heads, p.causal, p.bytes_per_key, len_q, len_k);
+    sequence.group = kNumRanks - 1 - sequence_rank(config, p.num_heads, p.causal, len_q, len_k);
+  }
+  return sequence;
 }
 
-// Inclusive sum over the CTA; `total` gets the sum of all threads.
-__device__ int32_t scan(int32_t value, int32_t (&warp_sums)[kWarps], int32_t* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto scan_warp = [lane](int32_t sum) {
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = shuffle_up(sum, step);
-      if (lane >= step) sum += other;
+// The sum of `value` over the lanes of `alike` up to this one: each takes over the sum of the lane before it, and which
+// one was before that. All lanes of the warp call it.
+__device__ Sum sum_alike(Sum value, uint32_t alike) {
+  const uint32_t lower = alike & ((1u << threadIdx.x % 32) - 1);
+  int32_t before = lower > 0 ? log2_floor((int32_t)lower) : -1;
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    const Sum sum = {shuffle(value.sequences, before), shuffle(value.items, before)};
+    const int32_t next = shuffle(before, before);
+    if (before >= 0) {
+      value = value + sum;
+      before = next;
     }
-    return sum;
-  };
-  value = scan_warp(value);
+  }
+  return value;
+}
+
+// Inclusive sum over the CTA.
+__device__ Sum scan(Sum value) {
+  __shared__ Sum warp_sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    const Sum other = {shuffle_up(value.sequences, step), shuffle_up(value.items, step)};
+    if (lane >= step) value = value + other;
+  }
   if (lane == 31) warp_sums[warp] = value;
   __syncthreads();
-  if (warp == 0) warp_sums[lane] = scan_warp(warp_sums[lane]);
-  __syncthreads();
-  *total = warp_sums[kWarps - 1];
-  const int32_t before = warp == 0 ? 0 : warp_sums[(warp + kWarps - 1) % kWarps];
-  __syncthreads();
-  return before + value;
+#pragma unroll 1
+  for (int i = 0; i < warp; ++i) value = value + warp_sums[i];
+  return value;
 }
 
-// Fills scratch.order; returns how many sequences it holds. Each warp has a share of the sequences, which it counts by
-// rank, and then writes behind those of higher ranks and of the warps before it.
-__device__ int32_t sort_sequences(const Config& config, const Problem& p, const Scratch& scratch,
-                                  int32_t (&warp_sums)[kWarps]) {
-  __shared__ int32_t places[kNumRanks][kWarps + 1];  // one more: lanes with different ranks meet different banks
+// Fills sequences [begin, end) and the chunk's counts. Each warp has a share, and counts it behind the warps before it.
+__device__ void count(const Config& config, const Problem& p, int32_t begin, int32_t end, Sequence* sequences,
+                      Sum* counts) {
+  __shared__ Sum places[kNumGroups][kWarps + 1];  // one more: lanes with different groups meet different banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int32_t share = ceil_div(ceil_div(p.batch, kWarps), 32) * 32;
-  const uint32_t from = (uint32_t)warp * share, to = from + share, all = p.batch;
-  const int32_t begin = (int32_t)(from < all ? from : all), end = (int32_t)(to < all ? to : all);
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kNumRanks * (kWarps + 1); i += kThreads) places[0][i] = 0;
+  for (int i = threadIdx.x; i < kNumGroups * (kWarps + 1); i += kThreads) places[0][i] = {};
   __syncthreads();
-  int32_t num_sequences = 0;
+  const int32_t share = ceil_div(end - begin, kThreads) * 32;
+  const int32_t from = begin + warp * share;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    const bool counted = pass > 0;
-    if (counted) {  // from counts to places: ranks descend, warps ascend
-      constexpr int kPerThread = kNumRanks * kWarps / kThreads;
-      static_assert(kPerThread * kThreads == kNumRanks * kWarps, "each thread has as many counts");
-      int32_t* counts[kPerThread];
-      int32_t sum = 0;
-      for (int i = 0; i < kPerThread; ++i) {
-        const int index = threadIdx.x * kPerThread + i;
-        counts[i] = &places[kNumRanks - 1 - index / kWarps][index % kWarps];
-        sum += *counts[i];
-      }
-      int32_t place = scan(sum, warp_sums, &num_sequences) - sum;
-      for (int i = 0; i < kPerThread; ++i) {
-        const int32_t count = *counts[i];
-        *counts[i] = place;
-        place += count;
-      }
-      __syncthreads();
-    }
-#pragma unroll 1
-    for (int32_t base = begin; base < end; base += 32) {
-      const int32_t seq = base + lane;
-      const int32_t rank = seq < end ? rank_of(config, p, seq) : -1;
-      const uint32_t alike = lanes_alike(rank), alike_before = alike & ((1u << lane) - 1);
-      const int32_t next = rank >= 0 ? places[rank][warp] : 0;
-      sync_warp();
-      if (rank >= 0 && alike_before == 0) places[rank][warp] = next + __popc(alike);
-      if (rank >= 0 && counted) scratch.order[next + __popc(alike_before)] = seq;
-      sync_warp();
-    }
-    __syncthreads();
+  for (int32_t base = from; base < from + share && base < end; base += 32) {
+    const int32_t index = base + lane;
+    Sequence sequence = {};
+    sequence.group = -1;
+    if (index < end) sequence = sequence_at(config, p, index);
+    const bool counted = sequence.group >= 0;
+    const uint32_t alike = lanes_alike(sequence.group);
+    const Sum sum = sum_alike({1, sequence.work.num_items}, alike);
+    if (counted) sequence.before = places[sequence.group][warp];
+    sync_warp();
+    if (counted && alike >> lane == 1) places[sequence.group][warp] = sequence.before + sum;  // the last one of them
+    sequence.before = sequence.before + Sum{sum.sequences - 1, sum.items - sequence.work.num_items};
+    if (index < end) sequences[index] = sequence;
+    sync_warp();
   }
-  return num_sequences;
+  __syncthreads();
+  if (threadIdx.x < kNumGroups) {
+    Sum sum = {};
+#pragma unroll 1
+    for (int i = 0; i < kWarps; ++i) {
+      const Sum of_warp = places[threadIdx.x][i];
+      places[threadIdx.x][i] = sum;
+      sum = sum + of_warp;
+    }
+    counts[threadIdx.x] = sum;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int32_t index = from + lane; index < from + share && index < end; index += 32) {
+    Sequence& sequence = sequences[index];
+    if (sequence.group >= 0) sequence.before = sequence.before + places[sequence.group][warp];
+  }
 }
 
-__device__ SequenceWork work_of(const Config& config, const Problem& p, int32_t seq) {
-  const Lengths len = lengths_of(p, seq);
-  return sequence_work(config, p.num_heads, p.causal, p.bytes_per_key, len.q, len.k);
-}
-
-__global__ __launch_bounds__(kThreads, 1) void plan_kernel(Config config, Problem p, int32_t* buffer, int32_t capacity,
-                                                           int32_t num_ctas, Scratch scratch) {
-  __shared__ int32_t warp_sums[kWarps];
-  __shared__ int32_t first_short, split_end[kNumSplitClasses];
-  if (threadIdx.x == 0) first_short = INT32_MAX;
-  if (threadIdx.x < kNumSplitClasses) split_end[threadIdx.x] = 0;
-  const int32_t num_sequences = sort_sequences(config, p, scratch, warp_sums);
-  __syncthreads();
-
-  int32_t num_items = 0;
-#pragma unroll 1
-  for (int32_t base = 0; base < num_sequences; base += kThreads) {
-    const int32_t i = base + threadIdx.x;
-    SequenceWork work = {};
-    if (i < num_sequences) work = work_of(config, p, scratch.order[i]);
-    int32_t added;
-    const int32_t end = num_items + scan(work.num_items, warp_sums, &added);
-    if (i < num_sequences) {
-      scratch.first_item[i] = end - work.num_items;
-      if (is_short(config, work.len_k)) atomicMin(&first_short, end - work.num_items);
-      if (work.num_splits > 1) atomicMax(&split_end[kNumSplitClasses - log2_floor(work.num_splits)], end);
+// Fills order and first_item for the chunk's sequences [begin, end), once all chunks are counted, and total.
+__device__ void place(const Arguments& args, int32_t chunk, int32_t begin, int32_t end, bool writes_header,
+                      const Lists& lists) {
+  __shared__ Sum starts[kNumGroups + 1];
+  Sum before = {}, all = {};
+  const int group = threadIdx.x;
+  if (group < kNumGroups) {
+#pragma unroll 4
+    for (int32_t i = 0; i < args.num_chunks; ++i) {
+      const Sum count = lists.counts[i * kNumGroups + group];
+      if (i < chunk) before = before + count;
+      all = all + count;
     }
-    num_items += added;
   }
-  if (threadIdx.x == 0) scratch.first_item[num_sequences] = num_items;
+  const Sum through = scan(all);
+  const Sum start = {through.sequences - all.sequences, through.items - all.items};
+  if (group <= kNumGroups) starts[group] = start + before;
+  if (group == kNumGroups) *lists.total = start;
   __syncthreads();
-  const int32_t listed = min(num_items, capacity);
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
+  if (writes_header && threadIdx.x == 0) {  // chunk 0, with nothing before it
     Header header = {};
     header.version = kVersion;
-    header.num_items = listed;
-    header.capacity = capacity;
-    header.batch = p.batch;
-    header.num_heads = p.num_heads;
-    header.causal = p.causal;
-    header.tile_q = config.tile_q;
-    header.tile_kv = config.tile_kv;
-    header.first_short = min(first_short, listed);
-    for (int i = 0, before = 0; i < kNumSplitClasses; ++i) {
-      before = max(before, min(split_end[i], listed));
-      header.split_end[i] = before;
+    header.num_items = min(starts[kNumGroups].items, args.capacity);
+    header.capacity = args.capacity;
+    header.batch = args.problem.batch;
+    header.num_heads = args.problem.num_heads;
+    header.causal = args.problem.causal;
+    header.tile_q = args.config.tile_q;
+    header.tile_kv = args.config.tile_kv;
+    const bool has_short = args.config.short_keys >= 0;  // then they are the last group
+    header.first_short = min(starts[has_short ? kNumGroups - 1 : kNumGroups].items, args.capacity);
+    for (int i = 0; i < kNumSplitClasses; ++i) {
+      header.split_end[i] = min(starts[(i + 1) * kRanksPerSplitClass].items, args.capacity);
     }
-    *reinterpret_cast<Header*>(buffer) = header;
-  }
-
-#pragma unroll 1
-  for (int32_t i = blockIdx.x * kThreads + threadIdx.x; i < kItemsBegin - kHeaderInts; i += num_ctas * kThreads) {
-    buffer[kHeaderInts + i] = 0;
-  }
-  WorkItem* items = reinterpret_cast<WorkItem*>(buffer + kItemsBegin);
-#pragma unroll 1
-  for (int32_t index = listed + blockIdx.x * kThreads + threadIdx.x; index < capacity; index += num_ctas * kThreads) {
-    items[index] = {};  // so that equal lengths give equal plans
+    *reinterpret_cast<Header*>(args.buffer) = header;
   }
 #pragma unroll 1
-  for (int32_t index = blockIdx.x * kThreads + threadIdx.x; index < listed; index += num_ctas * kThreads) {
-    int32_t low = 0, high = num_sequences;  // the sequence whose items include this one
-#pragma unroll 1
-    while (high - low > 1) {
-      const int32_t middle = (low + high) / 2;
-      (scratch.first_item[middle] <= index ? low : high) = middle;
-    }
-    const int32_t seq = scratch.order[low];
-    items[index] = item_of_sequence(work_of(config, p, seq), p.causal, seq, index - scratch.first_item[low]);
+  for (int32_t index = begin + (int32_t)threadIdx.x; index < end; index += kThreads) {
+    const Sequence& sequence = lists.sequences[index];
+    if (sequence.group < 0) continue;
+    const Sum at = starts[sequence.group] + sequence.before;
+    lists.order[at.sequences] = index;
+    lists.first_item[at.sequences] = at.items;
   }
 }
+
+// This CTA's share of the buffer behind the header, once all sequences are placed.
+__device__ void write_items(const Arguments& args, const Lists& lists) {
+  struct alignas(16) Words {  // stores of 16 bytes
+    WorkItem item;
+  };
+  Words* const items = reinterpret_cast<Words*>(args.buffer + kItemsBegin);
+  const int32_t first = blockIdx.x * kThreads + threadIdx.x, stride = args.num_ctas * kThreads;
+  const Sum total = *lists.total;
+  const int32_t listed = min(total.items, args.capacity);
+#pragma unroll 1
+  for (int32_t i = first; i < kItemsBegin - kHeaderInts; i += stride) args.buffer[kHeaderInts + i] = 0;
+#pragma unroll 1
+  for (int32_t index = first; index < args.capacity; index += stride) {
+    Words words = {};  // behind the list zeros, so that equal lengths give equal plans
+    if (index < listed) {
+      int32_t low = 0, high = total.sequences;  // the sequence whose items include this one
+#pragma unroll 1
+      while (high - low > 1) {
+        const int32_t middle = (low + high) / 2;
+        (lists.first_item[middle] <= index ? low : high) = middle;
+      }
+      const int32_t sequence = lists.order[low];
+      words.item = item_of_sequence(lists.sequences[sequence].work, args.problem.causal, sequence,
+                                    index - lists.first_item[low]);
+    }
+    items[index] = words;
+  }
+}
+
+__global__ __launch_bounds__(kThreads) void plan_kernel(Arguments args) {
+  __shared__ Sequence sequences[kAloneBatch];
+  __shared__ int32_t order[kAloneBatch], first_item[kAloneBatch];
+  __shared__ Sum counts[kNumGroups], total;
+  const Lists lists = {sequences, counts, &total, order, first_item};
+  const int32_t batch = args.problem.batch;
+  count(args.config, args.problem, 0, batch, sequences, counts);
+  place(args, 0, 0, batch, blockIdx.x == 0, lists);
+  __syncthreads();
+  write_items(args, lists);
+}
+
+__device__ int32_t end_of_chunk(const Arguments& args, int32_t begin) {
+  return begin < args.problem.batch - args.chunk_size ? begin + args.chunk_size : args.problem.batch;
+}
+
+__global__ __launch_bounds__(kThreads) void count_kernel(Arguments args) {
+  const Lists lists = lists_in_scratch(args);
+  const int32_t begin = blockIdx.x * args.chunk_size;
+  count(args.config, args.problem, begin, end_of_chunk(args, begin), lists.sequences,
+        lists.counts + blockIdx.x * kNumGroups);
+}
+
+__global__ __launch_bounds__(kThreads) void place_kernel(Arguments args) {
+  const int32_t begin = blockIdx.x * args.chunk_size;
+  place(args, blockIdx.x, begin, end_of_chunk(args, begin), blockIdx.x == 0, lists_in_scratch(args));
+}
+
+__global__ __launch_bounds__(kThreads) void write_kernel(Arguments args) { write_items(args, lists_in_scratch(args)); }
 
 }  // namespace
 
-int64_t scratch_ints(int64_t batch) { return 2 * batch + 1; }
+int64_t scratch_ints(int64_t batch) {
+  constexpr int64_t kSumInts = sizeof(Sum) / sizeof(int32_t), kSequenceInts = sizeof(Sequence) / sizeof(int32_t);
+  return batch <= kAloneBatch ? 0 : kSumInts * (1 + kMostChunks * kNumGroups) + (2 + kSequenceInts) * batch;
+}
 
 cudaError_t write_on_device(const Config& config, const Problem& problem, int32_t* buffer, int64_t capacity,
                             int32_t* scratch, cudaStream_t stream) {
-  const int32_t num_ctas = (int32_t)clamp((capacity + kThreads - 1) / kThreads, 1, kMostCtas);
-  plan_kernel<<<num_ctas, kThreads, 0, stream>>>(config, problem, buffer, (int32_t)capacity, num_ctas,
-                                                 {scratch, scratch + problem.batch});
+  const auto parts = [](int64_t size, int64_t of, int64_t most) { return clamp((size + of - 1) / of, 1, most); };
+  Arguments args = {config, problem, buffer, (int32_t)capacity, 0, 1, problem.batch, scratch};
+  args.num_ctas = (int32_t)parts(capacity, kThreads, kMostCtas);
+  if (problem.batch <= kAloneBatch) {
+    plan_kernel<<<args.num_ctas, kThreads, 0, stream>>>(args);
+  } else {
+    args.chunk_size = (int32_t)parts(problem.batch, kThreads * kMostChunks, INT32_MAX) * kThreads;
+    args.num_chunks = (int32_t)parts(problem.batch, args.chunk_size, kMostChunks);
+    count_kernel<<<args.num_chunks, kThreads, 0, stream>>>(args);
+    place_kernel<<<args.num_chunks, kThreads, 0, stream>>>(args);
+    write_kernel<<<args.num_ctas, kThreads, 0, stream>>>(args);
+  }
   return cudaGetLastError();
 }
 

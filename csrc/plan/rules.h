@@ -43,9 +43,7 @@ MLA_HOST_DEVICE int64_t max_items(int64_t max_tokens_q, int64_t batch, int64_t n
 }
 
 MLA_HOST_DEVICE int32_t log2_floor(int32_t x) {  // of x >= 1
-  int32_t result = 0;
-  while (x >> result >= 2) ++result;
-  return result;
+  return 31 - __builtin_clz((uint32_t)x);
 }
 
 // Keys [0, result) are seen by at least one of the query rows [0, row_end) of a sequence; bottom-right causal.

@@ -141,8 +141,8 @@ class PlanArguments(ctypes.Structure):
         ("config", PlanConfig),
         ("problem", PlanProblem),
         ("buffer", ctypes.c_uint64),
-        *((name, ctypes.c_int32) for name in ("capacity", "num_ctas")),
-        *((name, ctypes.c_uint64) for name in ("order", "first_item")),
+        *((name, ctypes.c_int32) for name in ("capacity", "num_ctas", "num_chunks", "chunk_size")),
+        ("scratch", ctypes.c_uint64),
     )
 
 
@@ -261,19 +261,40 @@ def ragged_prefill(
 
 
 def plan_prefill(
-    code: CodeObject, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *, num_heads: int, causal: bool, capacity: int
+    code: CodeObject,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    num_heads: int,
+    causal: bool,
+    capacity: int,
+    chunk_size: int | None = None,
 ) -> Tensor:
-    """The device planner's buffer, for bf16 or fp16 and head dims (128, 64, 128)."""
+    """The device planner's buffer, for bf16 or fp16 and head dims (128, 64, 128). Large batches are sorted in chunks,
+    by three launches."""
     device = Device(code)
     batch = cu_seqlens_q.numel() - 1
+    num_ctas, num_chunks = 3, 1 if chunk_size is None else -(-batch // chunk_size)
     buffer = torch.full((ITEMS_BEGIN + 8 * capacity,), -1, dtype=torch.int32)
-    scratch = torch.full((2 * batch + 1,), -1, dtype=torch.int32)
+    scratch = torch.full((2 + 2 * 160 * num_chunks + 15 * batch,), -1, dtype=torch.int32)
     problem = PlanProblem(
         device.address(cu_seqlens_q), device.address(cu_seqlens_k), batch, num_heads, causal, (128 + 64 + 128) * 2
     )
-    order = device.address(scratch)
-    arguments = PlanArguments(PLAN_CONFIG, problem, device.address(buffer), capacity, 3, order, order + 4 * batch)
-    device.launch("plan_kernel", 3, 1024, arguments)
+    arguments = PlanArguments(
+        PLAN_CONFIG,
+        problem,
+        device.address(buffer),
+        capacity,
+        num_ctas,
+        num_chunks,
+        batch if chunk_size is None else chunk_size,
+        device.address(scratch),
+    )
+    if chunk_size is None:
+        device.launch("plan_kernel", num_ctas, 256, arguments)
+    else:
+        for kernel, num_blocks in (("count", num_chunks), ("place", num_chunks), ("write", num_ctas)):
+            device.launch(f"{kernel}_kernel", num_blocks, 256, arguments)
     device.read_back(buffer)
     return buffer
 

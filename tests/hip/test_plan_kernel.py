@@ -14,10 +14,18 @@ pytestmark = pytest.mark.usefixtures("toolchain")
 
 
 @pytest.mark.parametrize(
-    ("arch", "sequences", "num_heads", "causal"),
-    [("gfx942", 90, 3, True), ("gfx90a", 7, 20, False), ("gfx950", 0, 2, True)],
+    ("arch", "sequences", "num_heads", "causal", "chunk_size"),
+    [
+        ("gfx942", 90, 3, True, None),
+        ("gfx90a", 7, 20, False, None),
+        ("gfx950", 0, 2, True, None),
+        ("gfx942", 513, 1, True, 256),
+        ("gfx90a", 600, 1, False, 512),
+    ],
 )
-def test_agrees_with_the_host(arch: str, sequences: int, num_heads: int, causal: bool) -> None:
+def test_agrees_with_the_host(
+    arch: str, sequences: int, num_heads: int, causal: bool, chunk_size: int | None
+) -> None:
     generator = torch.Generator().manual_seed(sequences)
     lens_q = torch.randint(0, 300, (sequences,), generator=generator) * (
         torch.rand(sequences, generator=generator) > 0.2
@@ -27,7 +35,13 @@ def test_agrees_with_the_host(arch: str, sequences: int, num_heads: int, causal:
     items = plan_items(bounds_q.tolist(), bounds_k.tolist(), num_heads, causal, *MLA, "hip")
     capacity = len(items) + 5
     got = plan_prefill(
-        code_object("plan", arch), bounds_q, bounds_k, num_heads=num_heads, causal=causal, capacity=capacity
+        code_object("plan", arch),
+        bounds_q,
+        bounds_k,
+        num_heads=num_heads,
+        causal=causal,
+        capacity=capacity,
+        chunk_size=chunk_size,
     )
     assert got[1:6].tolist() == [len(items), capacity, sequences, num_heads, causal]
     listed = got[ITEMS_BEGIN:].reshape(capacity, 8)

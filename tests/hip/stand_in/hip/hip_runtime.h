@@ -46,6 +46,10 @@ __device__ __forceinline__ void __syncthreads() {
 
 __device__ __forceinline__ uint64_t __ballot(bool condition) { return __builtin_amdgcn_ballot_w64(condition); }
 
+__device__ __forceinline__ int __shfl(int value, int from, int width) {
+  const int lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u));
+  return __builtin_amdgcn_ds_bpermute((lane / width * width + (from & (width - 1))) * 4, value);
+}
 __device__ __forceinline__ int __shfl_up(int value, unsigned step, int width) {
   const int lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0u));
   const int from = lane % width < (int)step ? lane : lane - (int)step;

@@ -22,6 +22,12 @@ struct Sum {
 
 __device__ Sum operator+(Sum a, Sum b) { return {a.sequences + b.sequences, a.items + b.items}; }
 
+// Loads and stores of 16 bytes.
+template <typename T>
+struct alignas(16) Words {
+  T value;
+};
+
 struct Sequence {
   SequenceWork work;
   int32_t group;  // -1: no query rows
@@ -109,7 +115,7 @@ __device__ void count(const Config& config, const Problem& p, int32_t begin, int
 #pragma unroll 1
   for (int i = threadIdx.x; i < kNumGroups * (kWarps + 1); i += kThreads) places[0][i] = {};
   __syncthreads();
-  const int32_t share = ceil_div(end - begin, kThreads) * 32;
+  const int32_t share = (int32_t)((uint32_t)(end - begin + kThreads - 1) / kThreads) * 32;
   const int32_t from = begin + warp * share;
 #pragma unroll 1
   for (int32_t base = from; base < from + share && base < end; base += 32) {
@@ -147,14 +153,14 @@ __device__ void count(const Config& config, const Problem& p, int32_t begin, int
 }
 
 // Fills order and first_item for the chunk's sequences [begin, end), once all chunks are counted, and total.
-__device__ void place(const Arguments& args, int32_t chunk, int32_t begin, int32_t end, bool writes_header,
+__device__ void place(const Arguments& args, int32_t chunk, int32_t num_chunks, int32_t begin, int32_t end,
                       const Lists& lists) {
   __shared__ Sum starts[kNumGroups + 1];
   Sum before = {}, all = {};
   const int group = threadIdx.x;
   if (group < kNumGroups) {
 #pragma unroll 4
-    for (int32_t i = 0; i < args.num_chunks; ++i) {
+    for (int32_t i = 0; i < num_chunks; ++i) {
       const Sum count = lists.counts[i * kNumGroups + group];
       if (i < chunk) before = before + count;
       all = all + count;
@@ -165,7 +171,7 @@ __device__ void place(const Arguments& args, int32_t chunk, int32_t begin, int32
   if (group <= kNumGroups) starts[group] = start + before;
   if (group == kNumGroups) *lists.total = start;
   __syncthreads();
-  if (writes_header && threadIdx.x == 0) {  // chunk 0, with nothing before it
+  if (blockIdx.x == 0 && threadIdx.x == 0) {  // of chunk 0, which has nothing before it
     Header header = {};
     header.version = kVersion;
     header.num_items = min(starts[kNumGroups].items, args.capacity);
@@ -180,7 +186,7 @@ __device__ void place(const Arguments& args, int32_t chunk, int32_t begin, int32
     for (int i = 0; i < kNumSplitClasses; ++i) {
       header.split_end[i] = min(starts[(i + 1) * kRanksPerSplitClass].items, args.capacity);
     }
-    *reinterpret_cast<Header*>(args.buffer) = header;
+    *reinterpret_cast<Words<Header>*>(args.buffer) = {header};
   }
 #pragma unroll 1
   for (int32_t index = begin + (int32_t)threadIdx.x; index < end; index += kThreads) {
@@ -194,30 +200,27 @@ __device__ void place(const Arguments& args, int32_t chunk, int32_t begin, int32
 
 // This CTA's share of the buffer behind the header, once all sequences are placed.
 __device__ void write_items(const Arguments& args, const Lists& lists) {
-  struct alignas(16) Words {  // stores of 16 bytes
-    WorkItem item;
-  };
-  Words* const items = reinterpret_cast<Words*>(args.buffer + kItemsBegin);
+  auto* const items = reinterpret_cast<Words<WorkItem>*>(args.buffer + kItemsBegin);
   const int32_t first = blockIdx.x * kThreads + threadIdx.x, stride = args.num_ctas * kThreads;
   const Sum total = *lists.total;
   const int32_t listed = min(total.items, args.capacity);
+  const int32_t first_step = total.sequences > 0 ? 1 << log2_floor(total.sequences) : 0;
 #pragma unroll 1
   for (int32_t i = first; i < kItemsBegin - kHeaderInts; i += stride) args.buffer[kHeaderInts + i] = 0;
 #pragma unroll 1
   for (int32_t index = first; index < args.capacity; index += stride) {
-    Words words = {};  // behind the list zeros, so that equal lengths give equal plans
+    Words<WorkItem> item = {};  // behind the list zeros, so that equal lengths give equal plans
     if (index < listed) {
-      int32_t low = 0, high = total.sequences;  // the sequence whose items include this one
+      int32_t place = 0;  // of the sequence whose items include this one
 #pragma unroll 1
-      while (high - low > 1) {
-        const int32_t middle = (low + high) / 2;
-        (lists.first_item[middle] <= index ? low : high) = middle;
+      for (int32_t step = first_step; step > 0; step /= 2) {
+        if (place + step < total.sequences && lists.first_item[place + step] <= index) place += step;
       }
-      const int32_t sequence = lists.order[low];
-      words.item = item_of_sequence(lists.sequences[sequence].work, args.problem.causal, sequence,
-                                    index - lists.first_item[low]);
+      const int32_t sequence = lists.order[place];
+      item.value = item_of_sequence(lists.sequences[sequence].work, args.problem.causal, sequence,
+                                    index - lists.first_item[place]);
     }
-    items[index] = words;
+    items[index] = item;
   }
 }
 
@@ -228,7 +231,7 @@ __global__ __launch_bounds__(kThreads) void plan_kernel(Arguments args) {
   const Lists lists = {sequences, counts, &total, order, first_item};
   const int32_t batch = args.problem.batch;
   count(args.config, args.problem, 0, batch, sequences, counts);
-  place(args, 0, 0, batch, blockIdx.x == 0, lists);
+  place(args, 0, 1, 0, batch, lists);
   __syncthreads();
   write_items(args, lists);
 }
@@ -246,7 +249,7 @@ __global__ __launch_bounds__(kThreads) void count_kernel(Arguments args) {
 
 __global__ __launch_bounds__(kThreads) void place_kernel(Arguments args) {
   const int32_t begin = blockIdx.x * args.chunk_size;
-  place(args, blockIdx.x, begin, end_of_chunk(args, begin), blockIdx.x == 0, lists_in_scratch(args));
+  place(args, blockIdx.x, args.num_chunks, begin, end_of_chunk(args, begin), lists_in_scratch(args));
 }
 
 __global__ __launch_bounds__(kThreads) void write_kernel(Arguments args) { write_items(args, lists_in_scratch(args)); }

@@ -30,8 +30,11 @@ struct Config {
 
 MLA_HOST_DEVICE bool is_short(const Config& config, int32_t len_k) { return len_k <= config.short_keys; }
 
-MLA_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) {  // a >= 0, b > 0; in 32 bits, which GPUs divide faster
-  return (int32_t)(((uint32_t)a + (uint32_t)b - 1) / (uint32_t)b);
+// In 32 bits and without a sign, which GPUs divide fastest.
+MLA_HOST_DEVICE uint32_t divide(uint32_t a, uint32_t b) { return a / b; }
+
+MLA_HOST_DEVICE int32_t ceil_div(int32_t a, int32_t b) {  // a >= 0, b > 0
+  return (int32_t)divide((uint32_t)a + (uint32_t)b - 1, (uint32_t)b);
 }
 
 MLA_HOST_DEVICE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
@@ -46,9 +49,11 @@ MLA_HOST_DEVICE int32_t log2_floor(int32_t x) {  // of x >= 1
   return 31 - __builtin_clz((uint32_t)x);
 }
 
-// Keys [0, result) are seen by at least one of the query rows [0, row_end) of a sequence; bottom-right causal.
+// Keys [0, result) are seen by at least one of the query rows [0, row_end) of a sequence, row_end <= len_q;
+// bottom-right causal.
 MLA_HOST_DEVICE int32_t visible_keys(bool causal, int32_t len_q, int32_t len_k, int32_t row_end) {
-  return causal ? (int32_t)clamp((int64_t)row_end + len_k - len_q, 0, len_k) : len_k;
+  const int32_t rows_after = causal ? len_q - row_end : 0;
+  return rows_after < len_k ? len_k - rows_after : 0;
 }
 
 // Numbers of pieces are powers of two up to this one.
@@ -77,7 +82,7 @@ MLA_HOST_DEVICE int32_t item_cost(const Config& config, int32_t keys) {
 
 // Heads that one item computes one after the other: 1 for long work, more where starting an item would dominate.
 MLA_HOST_DEVICE int32_t heads_per_item(const Config& config, int32_t num_heads, int32_t len_k) {
-  return (int32_t)clamp(config.min_item_cost / item_cost(config, len_k), 1, num_heads);
+  return (int32_t)clamp(divide(config.min_item_cost, item_cost(config, len_k)), 1, num_heads);
 }
 
 // Heads whose keys and values share the cache while all query tiles of a sequence pass over them.
@@ -85,7 +90,7 @@ MLA_HOST_DEVICE int32_t heads_per_group(const Config& config, int32_t num_heads,
   const int64_t per_head = len_k * bytes_per_key;
   if (per_head == 0) return num_heads;
   if (per_head >= config.group_bytes) return 1;
-  const uint32_t heads = (uint32_t)config.group_bytes / (uint32_t)per_head;
+  const uint32_t heads = divide((uint32_t)config.group_bytes, (uint32_t)per_head);
   return heads < (uint32_t)num_heads ? (int32_t)heads : num_heads;
 }
 
@@ -127,19 +132,21 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   work.group = heads_per_group(config, num_heads, len_k, bytes_per_key);
   work.step = heads_per_item(config, num_heads, len_k);
   work.items_per_group = work.num_tiles * ceil_div(work.group, work.step);
-  const int32_t last_group = num_heads % work.group;
-  work.num_items = num_heads / work.group * work.items_per_group + work.num_tiles * ceil_div(last_group, work.step);
+  const int32_t whole_groups = divide(num_heads, work.group), last_group = num_heads - whole_groups * work.group;
+  work.num_items = whole_groups * work.items_per_group + work.num_tiles * ceil_div(last_group, work.step);
   work.num_splits = num_splits(config, num_heads, causal, len_q, len_k);
   return work;
 }
 
 MLA_HOST_DEVICE WorkItem item_of_sequence(const SequenceWork& work, bool causal, int32_t seq, uint32_t index) {
-  const int32_t group_begin = (int32_t)(index / work.items_per_group) * work.group;
+  const uint32_t groups_before = divide(index, work.items_per_group);
+  const int32_t group_begin = (int32_t)groups_before * work.group;
   const int32_t group_end = group_begin + work.group < work.num_heads ? group_begin + work.group : work.num_heads;
   const uint32_t items_per_tile = ceil_div(group_end - group_begin, work.step);
-  const uint32_t inside = index % work.items_per_group;
-  const int32_t tile = work.num_tiles - 1 - (int32_t)(inside / items_per_tile);
-  const int32_t head = group_begin + (int32_t)(inside % items_per_tile) * work.step;
+  const uint32_t inside = index - groups_before * work.items_per_group;
+  const uint32_t tiles_before = divide(inside, items_per_tile);
+  const int32_t tile = work.num_tiles - 1 - (int32_t)tiles_before;
+  const int32_t head = group_begin + (int32_t)(inside - tiles_before * items_per_tile) * work.step;
 
   WorkItem item;
   item.seq = seq;
@@ -173,8 +180,9 @@ MLA_HOST_DEVICE int32_t sequence_rank(const Config& config, int32_t num_heads, b
   if (is_short(config, len_k)) return 0;
   const int32_t splits = num_splits(config, num_heads, causal, len_q, len_k);
   if (splits > 1) {
-    const int32_t octave = log2_floor(len_k / splits / config.min_split_keys);  // of a piece's length
-    return kNumLengthRanks + (log2_floor(splits) - 1) * kRanksPerSplitClass +
+    const int32_t log2_splits = log2_floor(splits);
+    const int32_t octave = log2_floor(divide(len_k >> log2_splits, config.min_split_keys));  // of a piece's length
+    return kNumLengthRanks + (log2_splits - 1) * kRanksPerSplitClass +
            (int32_t)clamp(octave, 0, kRanksPerSplitClass - 1);
   }
   const int32_t first_rows = len_q < config.tile_q ? len_q : config.tile_q;

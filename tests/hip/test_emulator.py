@@ -83,6 +83,7 @@ INTEGERS: dict[str, Callable[..., int]] = {
     "v_mul_hi_u32": lambda a, b: a * b >> 32,
     "v_mul_u32_u24_e32": lambda a, b: a % 2**24 * (b % 2**24),
     "v_mul_i32_i24_e32": lambda a, b: signed(a << 8 & MASK) // 2**8 * (signed(b << 8 & MASK) // 2**8),
+    "v_ffbh_u32_e32": lambda a: 32 - a.bit_length() if a else MASK,
     "v_min_i32_e32": lambda a, b: min(signed(a), signed(b)),
     "v_max_i32_e32": lambda a, b: max(signed(a), signed(b)),
     "v_min_u32_e32": min,
@@ -334,6 +335,7 @@ def test_lanes() -> None:
         ("s_movk_i32", "s0, 0xfff0", 0xFFFFFFF0, 1),
         ("s_cselect_b32", "s0, s2, s3", 0x20, 1),
         ("s_ff1_i32_b64", "s0, s[2:3]", 5, 1),
+        ("s_flbit_i32_b32", "s0, s2", 26, 1),
         ("s_bcnt1_i32_b64", "s0, s[2:3]", 4, 1),
     ],
 )

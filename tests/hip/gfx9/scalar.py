@@ -70,6 +70,7 @@ SCC_UNTOUCHED: dict[str, Callable[..., int]] = {
     "s_mov_b32": lambda a: a,
     "s_brev_b32": reverse_bits,
     "s_ff1_i32_b32": first_one,
+    "s_flbit_i32_b32": lambda a: 32 - a.bit_length() if a else MASK32,
     "s_mul_i32": lambda a, b: signed32(a) * signed32(b),
     "s_mul_hi_u32": lambda a, b: a * b >> 32,
     "s_mul_hi_i32": lambda a, b: signed32(a) * signed32(b) >> 32,

@@ -150,7 +150,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MANGLED = {torch.float32: "f", torch.bfloat16: "NS_8BFloat16E", torch.float16: "NS_7Float16E"}  # in kernels' names
 LAYOUTS = {"plain": 0, "fp8_e4m3": 1, "fp8_ds_mla": 2}
 ITEMS_BEGIN = 2072
-PLAN_CONFIG = PlanConfig(128, 64, -1, 32, 8, 32, 32 << 20, 1)  # plan_config() of csrc/hip/config.h
+PLAN_CONFIGS = {  # plan_config() of csrc/*/config.h
+    "hip": PlanConfig(128, 64, -1, 32, 8, 32, 32 << 20, 1),
+    "sm90": PlanConfig(128, 64, 128, 128, 2, 8, 32 << 20, 16, 132, 4096),  # with short sequences, and split ones
+}
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
@@ -268,6 +271,7 @@ def plan_prefill(
     num_heads: int,
     causal: bool,
     capacity: int,
+    backend: str = "hip",
     chunk_size: int | None = None,
 ) -> Tensor:
     """The device planner's buffer, for bf16 or fp16 and head dims (128, 64, 128). Large batches are sorted in chunks,
@@ -281,7 +285,7 @@ def plan_prefill(
         device.address(cu_seqlens_q), device.address(cu_seqlens_k), batch, num_heads, causal, (128 + 64 + 128) * 2
     )
     arguments = PlanArguments(
-        PLAN_CONFIG,
+        PLAN_CONFIGS[backend],
         problem,
         device.address(buffer),
         capacity,

@@ -84,6 +84,7 @@ INTEGERS: dict[str, Callable[..., int]] = {
     "v_mul_u32_u24_e32": lambda a, b: a % 2**24 * (b % 2**24),
     "v_mul_i32_i24_e32": lambda a, b: signed(a << 8 & MASK) // 2**8 * (signed(b << 8 & MASK) // 2**8),
     "v_ffbh_u32_e32": lambda a: 32 - a.bit_length() if a else MASK,
+    "v_ffbl_b32_e32": lambda a: (a & -a).bit_length() - 1,
     "v_min_i32_e32": lambda a, b: min(signed(a), signed(b)),
     "v_max_i32_e32": lambda a, b: max(signed(a), signed(b)),
     "v_min_u32_e32": min,

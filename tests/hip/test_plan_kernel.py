@@ -13,6 +13,7 @@ from mla_prefill._C import plan_items
 pytestmark = pytest.mark.usefixtures("toolchain")
 
 
+@pytest.mark.parametrize("backend", ["hip", "sm90"])
 @pytest.mark.parametrize(
     ("arch", "sequences", "num_heads", "causal", "chunk_size"),
     [
@@ -24,15 +25,16 @@ pytestmark = pytest.mark.usefixtures("toolchain")
     ],
 )
 def test_agrees_with_the_host(
-    arch: str, sequences: int, num_heads: int, causal: bool, chunk_size: int | None
+    arch: str, sequences: int, num_heads: int, causal: bool, chunk_size: int | None, backend: str
 ) -> None:
     generator = torch.Generator().manual_seed(sequences)
     lens_q = torch.randint(0, 300, (sequences,), generator=generator) * (
         torch.rand(sequences, generator=generator) > 0.2
     )
     lens_k = torch.randint(0, 40, (sequences,), generator=generator) ** 2
+    lens_k[::5] *= 50  # what sm90 splits
     bounds_q, bounds_k = cu_seqlens(lens_q.tolist(), start=3), cu_seqlens(lens_k.tolist(), start=1)
-    items = plan_items(bounds_q.tolist(), bounds_k.tolist(), num_heads, causal, *MLA, "hip")
+    items = plan_items(bounds_q.tolist(), bounds_k.tolist(), num_heads, causal, *MLA, backend)
     capacity = len(items) + 5
     got = plan_prefill(
         code_object("plan", arch),
@@ -41,9 +43,16 @@ def test_agrees_with_the_host(
         num_heads=num_heads,
         causal=causal,
         capacity=capacity,
+        backend=backend,
         chunk_size=chunk_size,
     )
-    assert got[1:6].tolist() == [len(items), capacity, sequences, num_heads, causal]
     listed = got[ITEMS_BEGIN:].reshape(capacity, 8)
     assert [tuple(item) for item in listed[: len(items)].tolist()] == items
     assert (listed[len(items) :] == 0).all()
+
+    short_keys = {"hip": -1, "sm90": 128}[backend]
+    long_items = sum(int(lens_k[seq]) > short_keys for seq, *_ in items)
+    split_end = [sum(splits >= pieces for *_, splits in items) for pieces in (16, 8, 4, 2)]
+    assert got[1:6].tolist() == [len(items), capacity, sequences, num_heads, causal]
+    assert got[8:13].tolist() == [long_items, *split_end]
+    assert not got[13:ITEMS_BEGIN].any()

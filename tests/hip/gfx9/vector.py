@@ -81,6 +81,11 @@ def leading_zeros(words: np.ndarray) -> np.ndarray:
     return np.array([32 - int(word).bit_length() if word else MASK32 for word in words], U32)
 
 
+def trailing_zeros(words: np.ndarray) -> np.ndarray:
+    """All bits set where the word is 0."""
+    return np.array([(int(word) & -int(word)).bit_length() - 1 & MASK32 for word in words], U32)
+
+
 def bf16_of(floats: np.ndarray) -> np.ndarray:
     words = as_words(floats)
     rounded = words + U32(0x7FFF) + (words >> U32(16) & U32(1)) >> U32(16)
@@ -103,6 +108,7 @@ INTEGER: dict[str, Callable[..., np.ndarray]] = {
     "not_b32": lambda a: ~a,
     "bfrev_b32": reverse_bits,
     "ffbh_u32": leading_zeros,
+    "ffbl_b32": trailing_zeros,
     "bcnt_u32_b32": lambda a, b: count_bits(a) + b,
     "add_u32": lambda a, b: a + b,
     "sub_u32": lambda a, b: a - b,

@@ -1,4 +1,4 @@
-// The planner on the device: one kernel, nothing is read back.
+// The planner on the device: one launch for small batches, three for large ones; nothing is read back.
 #pragma once
 
 #include "gpu.h"

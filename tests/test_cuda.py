@@ -643,7 +643,7 @@ def large_sm() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "causal"), [(1, True), (5, False), (16, True)])
-@pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("batch", [0, 1, 2, 31, 32, 33, 511, 512, 513, 1024, 1025, 5000])
 def test_device_planner_is_the_host_planner(
     batch: int, num_heads: int, causal: bool, kernel: str, large_sm: None
 ) -> None:

@@ -113,8 +113,8 @@ __device__ void count(const Config& config, const Problem& p, int32_t begin, int
   __shared__ Sum places[kNumGroups][kWarps + 1];  // one more: lanes with different groups meet different banks
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < kNumGroups * (kWarps + 1); i += kThreads) places[0][i] = {};
-  __syncthreads();
+  for (int group = lane; group < kNumGroups; group += 32) places[group][warp] = {};
+  sync_warp();
   const int32_t share = (int32_t)((uint32_t)(end - begin + kThreads - 1) / kThreads) * 32;
   const int32_t from = begin + warp * share;
 #pragma unroll 1

@@ -58,10 +58,8 @@ def _gathers() -> dict[str, Callable[[], tuple[Run, int]]]:
         """Eight requests that start amid a block."""
         dtype, width = layouts[layout]
         blocks = rows // block_size + 8
-        cache = torch.zeros(
-            blocks, block_size, width, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device="cuda"
-        )
-        cache = cache.view(dtype)
+        raw = torch.randint(256, (blocks, block_size, width * dtype.itemsize), dtype=torch.uint8, device="cuda")
+        cache = raw.view(dtype)
         table = torch.randperm(blocks, dtype=torch.int32, device="cuda").view(8, -1)
         bounds = torch.arange(9, dtype=torch.int32, device="cuda") * (rows // 8)
         starts = torch.full((8,), block_size // 2, dtype=torch.int32, device="cuda")

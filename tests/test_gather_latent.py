@@ -126,6 +126,19 @@ def test_any_width_of_a_plain_cache(width: int, dtype: torch.dtype, device: str)
     assert_same_bits(out, expected_rows(cache.flatten(0, 1), table.rows))
 
 
+@pytest.mark.parametrize("first_row", [0, 3])
+@pytest.mark.parametrize("batch", [1, 8, 9, 10, 81, 82, 700])
+def test_many_requests(batch: int, first_row: int, device: str) -> None:
+    """Empty ones at the ends and in a row among them."""
+    lens = [(5 * i + 1) % 7 if i % 11 < 8 else 0 for i in range(batch)]
+    table = paged(4, device, [(3 * i) % 10 for i in range(batch)], lens, first_row=first_row)
+    cache = random_cache(table.num_blocks, 4, torch.bfloat16, device, 64)
+    out = torch.full((sum(lens) + first_row + 2, 64), 5.0, dtype=torch.bfloat16, device=device)
+    mla_prefill.gather_latent(cache, **table.kwargs(), out=out)
+    assert_same_bits(out[first_row:-2], expected_rows(cache.flatten(0, 1), table.rows[first_row:]))
+    assert (out[:first_row] == 5).all() and (out[-2:] == 5).all()
+
+
 # ---- where there is nothing to gather --------------------------------------------------------------------------------
 
 

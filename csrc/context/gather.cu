@@ -1,5 +1,6 @@
-// Eight lanes per row find its request by bisection and copy or dequantize the cached row. Each lane has up to nine
-// packs in flight: with rows of 576 values that is all of the row, and a warp keeps 4.5 KB on the way.
+// Eight lanes per row find its request and copy or dequantize the cached row. Each lane has up to nine packs in flight:
+// with rows of 576 values that is all of the row, and a warp keeps 4.5 KB on the way. What is left is the way to the
+// first of them, a chain of loads that nothing hides where all blocks start at once: the lanes search side by side.
 #include <type_traits>
 
 #include "context/convert.h"
@@ -12,6 +13,31 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kRowsPerBlock = kThreads / kLanes;
 constexpr int kPack = 8;  // elements; eight lanes of them are a line of 128 bytes where an element has two
+
+struct Request {
+  int32_t index;
+  int32_t first_row;  // cu_seqlens[index]
+  int32_t start;      // starts[index]
+};
+
+// The last request that starts at or before the row, or the first. Its row's lanes divide the rest by nine at each
+// step, and have all that is wanted of the request with it. All lanes of the warp call it.
+__device__ Request request_of(const GatherParams& p, int64_t row) {
+  const int lane = threadIdx.x % 32, lane_of_row = lane % kLanes;
+  Request found = {0, p.cu_seqlens[0], p.starts[0]};
+  for (int32_t span = p.batch, stride; span > 1; span = stride) {
+    stride = (int32_t)(((uint32_t)span + kLanes) / (kLanes + 1));
+    const int64_t index = found.index + (int64_t)stride * (lane_of_row + 1);
+    const bool exists = index < p.batch;
+    const int32_t first_row = exists ? p.cu_seqlens[index] : 0, start = exists ? p.starts[index] : 0;
+    int32_t steps = exists && first_row <= row;
+    for (int distance = 1; distance < kLanes; distance *= 2) steps += shuffle(steps, lane ^ distance);
+    const int last = lane - lane_of_row + steps - 1;
+    const Request at = {found.index + stride * steps, shuffle(first_row, last), shuffle(start, last)};
+    if (steps > 0) found = at;
+  }
+  return found;
+}
 
 // The cache row of a token, or nullptr where the block table or the cache has none.
 __device__ const uint8_t* cache_row(const GatherParams& p, int32_t request, int64_t position, int64_t element_bytes) {
@@ -100,14 +126,11 @@ __device__ void copy_ds_mla_row(const uint8_t* row, T* out) {
 template <typename T, int kSize, CacheLayout kLayout>
 __global__ __launch_bounds__(kThreads) void gather_kernel(GatherParams p) {
   const int64_t row = (int64_t)blockIdx.x * kRowsPerBlock + threadIdx.x / kLanes;
-  if (row >= p.out_rows || row < p.cu_seqlens[0] || row >= p.cu_seqlens[p.batch]) return;
-  int32_t low = 0, high = p.batch;  // the last request that starts at or before the row
-  while (high - low > 1) {
-    const int32_t middle = low + (high - low) / 2;
-    (p.cu_seqlens[middle] <= row ? low : high) = middle;
-  }
-  const int64_t position = (int64_t)p.starts[low] + (row - p.cu_seqlens[low]);
-  const uint8_t* const cached = cache_row(p, low, position, kLayout == CacheLayout::kPlain ? sizeof(T) : 1);
+  const int32_t end = p.cu_seqlens[p.batch];
+  const Request request = request_of(p, row);
+  if (row >= p.out_rows || row < request.first_row || row >= end) return;
+  const int64_t position = (int64_t)request.start + (row - request.first_row);
+  const uint8_t* const cached = cache_row(p, request.index, position, kLayout == CacheLayout::kPlain ? sizeof(T) : 1);
   T* const out = static_cast<T*>(p.out) + row * p.out_stride;
   if constexpr (kLayout == CacheLayout::kPlain) {
     copy_row<T, kSize>(reinterpret_cast<const T*>(cached), out, p.dim,

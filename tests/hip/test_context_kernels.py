@@ -116,6 +116,20 @@ def test_gather(name: str, arch: str) -> None:
             assert_same_bits(out, expected)
 
 
+def test_gather_of_many_requests() -> None:
+    """More than one step of the search leads to some."""
+    cache, lens = caches()["bfloat16"][0], [i % 3 for i in range(30)]
+    table = torch.arange(90, dtype=torch.int32).remainder(9).reshape(30, 3)
+    bounds = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    starts = torch.arange(30, dtype=torch.int32).remainder(8)
+    out = torch.full((sum(lens), 576), 5.0, dtype=torch.bfloat16)
+    expected = mla_prefill.gather_latent(cache, table, bounds, starts)
+    gather_latent(
+        code_object("gather", "gfx942"), cache, table, bounds, starts, out, layout="plain", k_scale=None, pack=8
+    )
+    assert_same_bits(out, expected)
+
+
 def test_gather_never_writes_past_out() -> None:
     """cu_seqlens on a device can't be checked before the launch."""
     cache = torch.ones(2, 4, 576, dtype=torch.bfloat16)

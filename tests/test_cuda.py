@@ -47,8 +47,9 @@ MIXED = Case("mixed", (128, 1, 0, 64, 300, 7, 500, 33, 129, 40), (1100, 64, 9, 1
 LONG = Case("long", (600, 70), (2500, 4000), 4, True)
 SHORT = Case("short", tuple(1 + i * 7 % 65 for i in range(300)), tuple(i * 13 % 129 for i in range(300)), 3, True)
 BOTH_MASKS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-# Few queries on long contexts: 2, 1, 4, 16, 1 and 2 pieces.
+# Few queries on long contexts: 2, 1, 4, 16, 1 and 2 pieces on Hopper, 4, 1, 8, 16, 1 and 4 of the portable kernel.
 SPLIT = Case("split", (100, 0, 300, 1, 40, 130), (8500, 700, 17000, 66000, 100, 9001), 3, True)
+FEW_PIECES = Case("few_pieces", (20, 3), (4200, 100), 3, True)  # of the portable kernel's plan alone
 CASES = pytest.mark.parametrize(
     "case",
     [
@@ -58,6 +59,7 @@ CASES = pytest.mark.parametrize(
         SHORT,
         SPLIT,
         replace(SPLIT, causal=False, name="split_full"),
+        FEW_PIECES,
     ],
     ids=str,
 )
@@ -215,7 +217,7 @@ def layouts_for(kernel: str) -> tuple[str, ...]:
 @BOTH_MASKS
 def test_other_head_dims(causal: bool, split_k: bool, dtype: torch.dtype, kernel_and_dims: tuple[str, Dims]) -> None:
     kernel, dims = kernel_and_dims
-    for case in (EDGES, MIXED, *((LONG, SHORT, SPLIT) if kernel == "sm90" else ())):
+    for case in (EDGES, MIXED, SPLIT, *((LONG, SHORT) if kernel == "sm90" else ())):
         case = replace(case, causal=causal, head_dims=dims)
         inputs = make_inputs(case, dtype, "cuda", layout="projection", split_k=split_k)
         expected = check(inputs)
@@ -236,7 +238,7 @@ def test_state_and_isolation_of_other_head_dims(dtype: torch.dtype, kernel_and_d
     """Batch invariance, NaN all around, and chunks folded into a running state, in every kernel variant."""
     kernel, dims = kernel_and_dims
     other = Case("other", (128, 1, 0, 64, 130, 7), (300, 64, 9, 128, 0, 257), 5, True, dims)
-    for case in (other, *([replace(SPLIT, head_dims=dims)] if kernel == "sm90" else ())):
+    for case in (other, replace(SPLIT, head_dims=dims)):
         inputs = make_inputs(case, dtype, "cuda")
         out, lse = run(inputs)
         amid_nan = run(make_inputs(case, dtype, "cuda", before=3, after=70, outside=NAN))
@@ -715,8 +717,8 @@ def test_more_pieces_than_slots(dtype: torch.dtype, kernel: str, device: str) ->
     case = Case("rounds", (8,) * 20, (16_500,) * 20, 8, False)
     inputs = make_inputs(case, dtype, device)
     plan = plan_of(inputs)
-    if kernel == "sm90":
-        assert sum(item.num_splits for item in plan.items()) == 20 * 8 * 4
+    pieces = {"sm90": 4, "sm80": 8}  # other kernels have none
+    assert {item.num_splits for item in plan.items()} == {pieces.get(kernel, 1)} and plan.num_items == 20 * 8
     expected = run(inputs)
     for index in (0, 11, 19):
         rows, _ = inputs.bounds()[index]
@@ -738,6 +740,11 @@ def test_pieces_whose_keys_are_far_below_the_others(dtype: torch.dtype, device: 
         inputs.k.mul_(0.1)
         inputs.k[key] *= 1000
         assert_matches_oracle(inputs, *run(inputs))
+
+
+@pytest.mark.parametrize("heads", [66, 67, 132, 133])
+def test_as_many_heads_as_have_pieces_and_one_more(heads: int, dtype: torch.dtype, device: str) -> None:
+    check(make_inputs(Case("heads", (3,), (8200,), heads, False), dtype, device))
 
 
 # ---- streams, devices, graphs ----------------------------------------------------------------------------------------

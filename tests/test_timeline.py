@@ -48,7 +48,9 @@ def assert_one_thing_at_a_time(schedule: Schedule) -> None:
 # ---- modelled --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kernel", "long_lanes", "short_lanes"), [("cpu", 1, 1), ("sm90", 1, 2), ("hip", 2, 2)])
+@pytest.mark.parametrize(
+    ("kernel", "long_lanes", "short_lanes"), [("cpu", 1, 1), ("sm90", 1, 2), ("sm80", 2, 2), ("hip", 2, 2)]
+)
 def test_lanes(kernel: str, long_lanes: int, short_lanes: int) -> None:
     schedule = schedule_of(kernel)
     assert_one_thing_at_a_time(schedule)
@@ -63,8 +65,9 @@ def test_short_items_are_those_of_short_sequences_and_the_last() -> None:
     assert all(entry.ticket.is_short == (LENGTHS[entry.ticket.item.seq][1] <= 128) for entry in schedule_of().tickets)
 
 
-def test_pieces_cover_the_keys_of_their_item_in_order() -> None:
-    schedule = schedule_of()
+@pytest.mark.parametrize(("kernel", "tile"), [("sm90", 128), ("sm80", 64)])
+def test_pieces_cover_the_keys_of_their_item_in_order(kernel: str, tile: int) -> None:
+    schedule = schedule_of(kernel)
     pieces = defaultdict(list)
     for entry in schedule.tickets:
         pieces[entry.ticket.item].append(entry)
@@ -75,8 +78,8 @@ def test_pieces_cover_the_keys_of_their_item_in_order() -> None:
         assert [entry.ticket.piece for entry in entries] == list(range(item.num_splits))
         edges = [item.kv_begin, *(entry.ticket.kv_end for entry in entries)]
         assert [entry.ticket.kv_begin for entry in entries] == edges[:-1] and edges[-1] == item.kv_end
-        assert all(edge % 128 == 0 for edge in edges[:-1])
-        assert sum(entry.ticket.tiles for entry in entries) == -(-item.kv_end // 128)
+        assert all(edge % tile == 0 for edge in edges[:-1])
+        assert sum(entry.ticket.tiles for entry in entries) == -(-item.kv_end // tile)
         assert max(entry.ticket.tiles for entry in entries) - min(entry.ticket.tiles for entry in entries) <= 1
         assert all(entry.cost == schedule.item_overhead + entry.ticket.tiles for entry in entries)
         assert len({entry.worker for entry in entries}) == item.num_splits  # each is scheduled on its own

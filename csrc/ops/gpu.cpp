@@ -106,11 +106,9 @@ struct GpuKernel {
   bool (*takes_dims)(int32_t dim_qk, int32_t dim_v);
   plan::Config (*plan_config)(int32_t dim_qk, int32_t dim_v, const Device& device);
   std::string (*supports)(const PrefillParams& params);
-  int64_t (*scratch_bytes)(const PrefillParams& params);
+  int64_t (*scratch_bytes)(const PrefillParams& params, const Device& device);
   std::string (*run)(const PrefillParams& params, int32_t* plan, const Device& device);
 };
-
-[[maybe_unused]] int64_t no_scratch(const PrefillParams&) { return 0; }
 
 #if defined(__HIP_PLATFORM_AMD__)
 
@@ -120,7 +118,8 @@ void expect_portable_code(const Device&) {}
 const std::vector<GpuKernel>& kernels_for(const Device&) {
   static const std::vector<GpuKernel> kernels = {
       {[](int32_t dim_qk, int32_t dim_v) { return dim_qk == hip::kHeadDimQK && dim_v == hip::kHeadDimV; },
-       [](int32_t, int32_t, const Device&) { return hip::plan_config(); }, hip::supports, no_scratch,
+       [](int32_t, int32_t, const Device&) { return hip::plan_config(); }, hip::supports,
+       [](const PrefillParams&, const Device&) -> int64_t { return 0; },
        [](const PrefillParams& params, int32_t* plan, const Device& device) {
          return hip::run(params, plan, device.num_multiprocessors(), device.stream());
        }}};
@@ -140,12 +139,12 @@ void expect_portable_code(const Device& device) {
 }
 
 #if defined(MLA_PREFILL_WITH_SM90)
-const GpuKernel kSm90 = {sm90::takes_dims,
-                         [](int32_t dim_qk, int32_t dim_v, const Device&) { return sm90::plan_config(dim_qk, dim_v); },
-                         sm90::supports, sm90::scratch_bytes,
-                         [](const PrefillParams& params, int32_t* plan, const Device& device) {
-                           return sm90::run(params, plan, device.num_multiprocessors(), device.stream());
-                         }};
+const GpuKernel kSm90 = {
+    sm90::takes_dims, [](int32_t dim_qk, int32_t dim_v, const Device&) { return sm90::plan_config(dim_qk, dim_v); },
+    sm90::supports, [](const PrefillParams& params, const Device&) { return sm90::scratch_bytes(params); },
+    [](const PrefillParams& params, int32_t* plan, const Device& device) {
+      return sm90::run(params, plan, device.num_multiprocessors(), device.stream());
+    }};
 #endif
 
 #if defined(MLA_PREFILL_WITH_SM80)
@@ -153,7 +152,10 @@ const GpuKernel kSm80 = {[](int32_t dim_qk, int32_t dim_v) { return sm80::check_
                          [](int32_t dim_qk, int32_t dim_v, const Device& device) {
                            return sm80::plan_config(dim_qk, dim_v, device.shared_bytes());
                          },
-                         sm80::supports, no_scratch,
+                         sm80::supports,
+                         [](const PrefillParams& params, const Device& device) {
+                           return sm80::scratch_bytes(params, device.shared_bytes());
+                         },
                          [](const PrefillParams& params, int32_t* plan, const Device& device) {
                            return sm80::run(params, plan, device.num_multiprocessors(), device.shared_bytes(),
                                             device.stream());
@@ -255,7 +257,7 @@ void run_on_gpu(const PrefillArguments& args) {
   };
   const Tensor plan = args.plan ? *args.plan : new_plan();
   std::optional<Tensor> scratch;
-  if (const int64_t bytes = chosen->scratch_bytes(params); bytes > 0) {
+  if (const int64_t bytes = chosen->scratch_bytes(params, device); bytes > 0) {
     scratch = torch::stable::new_empty(args.q, {bytes}, ScalarType::Byte);
     params.scratch = scratch->mutable_data_ptr();
   }

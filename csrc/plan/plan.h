@@ -31,13 +31,14 @@ constexpr int32_t kVersion = 2;
 constexpr int64_t kHeaderInts = sizeof(Header) / sizeof(int32_t);
 constexpr int64_t kItemInts = sizeof(WorkItem) / sizeof(int32_t);
 
-// Behind the header: int32 [kSplitSlots][kWarpsThatMeet], where the warps of CTAs that share an item meet; 0 between
-// launches. A slot is for a piece whose result waits for the others'.
-constexpr int32_t kSplitSlots = 256;  // more than a GPU has in flight
-constexpr int32_t kWarpsThatMeet = 8;
+// Behind the header: int32 [kSplitSlots][kRowGroups], where the warps of CTAs that share an item meet, each with those
+// of the same query rows; 0 between launches. A slot is for a piece whose result waits for the others'.
+constexpr int32_t kSplitSlots = 256;  // about what a GPU has in flight
+constexpr int32_t kRowGroups = 8;
+constexpr int32_t kMostSplitRows = 128;  // of a split item
 static_assert(kSplitSlots % kMaxSplits == 0, "the pieces of an item have slots in a row");
 
-constexpr int64_t kItemsBegin = kHeaderInts + kSplitSlots * kWarpsThatMeet;
+constexpr int64_t kItemsBegin = kHeaderInts + kSplitSlots * kRowGroups;
 static_assert(kHeaderInts == 24 && kItemsBegin == 2072 && kItemInts == 8, "the layout is part of the ops' contract");
 
 // When a worker began with a ticket. A timeline is one stamp for each ticket of the long items (see piece_of_ticket)

@@ -14,6 +14,15 @@ constexpr int32_t kMinTileQ = 64;
 // Nor key tiles smaller than this: it bounds the ranks.
 constexpr int32_t kMinTileKV = 32;
 
+// Nor does one split the keys of sequences of more items or into shorter pieces: it bounds which problems have pieces.
+constexpr int32_t kMostSplitItems = 264;
+constexpr int32_t kMinSplitKeys = 2048;
+
+// Whether a plan may have pieces, known without reading cu_seqlens.
+MLA_HOST_DEVICE bool may_split(int64_t num_heads, int64_t total_k) {
+  return 2 * num_heads <= kMostSplitItems && 2 * kMinSplitKeys <= total_k;
+}
+
 // What a backend asks of the plan.
 struct Config {
   int32_t tile_q = 128;            // query rows of one item, at least kMinTileQ

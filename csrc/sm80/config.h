@@ -39,6 +39,16 @@ struct Work {
   int32_t keys;      // the item's rows see keys [0, keys) at most
   int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
   int32_t head, head_begin, head_end;
+  int32_t piece;  // its ticket, where the item is split; kWhole where it is not
+};
+constexpr int32_t kWhole = -1;
+
+// The tickets of the plan's list. In shared memory too: reading the header on the way to each item takes long.
+struct Tickets {
+  int32_t end;
+  int32_t pieces;         // tickets below it are of split items
+  int32_t beside_pieces;  // what leads from the others to their items
+  int32_t split_end[plan::kNumSplitClasses];
 };
 
 template <typename Config>
@@ -47,6 +57,7 @@ struct alignas(128) SharedStorage {
   uint16_t k[Config::kTileKV][Config::kHeadDimQK];
   uint16_t v[Config::kTileKV][Config::kHeadDimV];
   Work work[2];  // this tile's and the next one's, in turn
+  Tickets tickets;
 };
 
 using Config64 = TileConfig<64, 64, 4, 2, 64, 2>;
@@ -126,7 +137,8 @@ inline Variant variant_at(int chosen) {
   return found;
 }
 
-// What the kernel wants of its plan. Costs count in key tiles, which are smaller than the default's.
+// What the kernel wants of its plan. Costs count in key tiles, which are smaller than the default's. The CTAs of an
+// H200 are the measure of the pieces, whatever the device: they decide about the bits of a result.
 inline plan::Config plan_config(const Variant& variant) {
   plan::Config config;
   const int32_t smaller = config.tile_kv / variant.tile_kv;
@@ -135,6 +147,9 @@ inline plan::Config plan_config(const Variant& variant) {
   config.tile_kv = variant.tile_kv;
   config.item_overhead *= smaller;
   config.min_item_cost *= smaller;
+  config.max_splits = plan::kMaxSplits;
+  config.split_items = variant.ctas_per_sm * 132;
+  config.min_split_keys = 2048;
   return config;
 }
 

@@ -9,6 +9,7 @@
 // the next K while the softmax and O are. The loads of the next tile of work start before this one is written.
 #pragma once
 
+#include "cuda_split.cuh"
 #include "params.h"
 #include "sm80/config.h"
 #include "sm80/copy.cuh"
@@ -22,6 +23,7 @@ namespace mla_prefill::sm80 {
 struct KernelParams {
   PrefillParams problem;
   int32_t* plan;                               // header and items; the header's counters move
+  float4* partials;                            // partials_bytes(), or nullptr where no item can be split
   float scale_log2;                            // above 0
   float factor;                                // of the scores before it: 1, or -1 or 0 for a scale below or of 0
   bool q_in_chunks, k_in_chunks, v_in_chunks;  // base and strides are multiples of 16 bytes
@@ -65,14 +67,35 @@ struct Cta {
     return (keys_of_tile(work) + kTileKV - 1) / kTileKV;
   }
 
-  __device__ __forceinline__ Work first_of_item(int32_t index) const {
-    if (index >= header().num_items) return {};
-    const int4* const words = reinterpret_cast<const int4*>(params.plan + plan::kItemsBegin) + (int64_t)index * 2;
+  // The pieces of an item are one tile each, whose rows meet those of the others. Items of more rows, from a plan for
+  // other head dims, are taken whole.
+  __device__ __forceinline__ Tickets tickets() const {
+    const bool has_pieces = header().tile_q <= Config::kTileQ;
+    const int32_t pieces = has_pieces ? plan::num_pieces(header().split_end) : 0;
+    const int32_t split_items = has_pieces ? header().split_end[plan::kNumSplitClasses - 1] : 0;
+    Tickets tickets = {header().num_items - split_items + pieces, pieces, split_items - pieces, {}};
+    for (int i = 0; i < plan::kNumSplitClasses; ++i) tickets.split_end[i] = header().split_end[i];
+    return tickets;
+  }
+
+  __device__ __forceinline__ Work first_of_ticket(int32_t ticket) const {
+    if (ticket >= smem.tickets.end) return {};
+    const bool is_piece = ticket < smem.tickets.pieces;
+    plan::Piece piece = {ticket + smem.tickets.beside_pieces, 0, 1};
+    if (is_piece) piece = plan::piece_of_ticket(smem.tickets.split_end, ticket);
+    const int4* const words = reinterpret_cast<const int4*>(params.plan + plan::kItemsBegin) + (int64_t)piece.item * 2;
     const int4 a = words[0], b = words[1];  // seq, q_begin, q_rows, kv_begin; kv_end, heads
     const int32_t q_begin = p.cu_seqlens_q[a.x], q_end = p.cu_seqlens_q[a.x + 1];
     const int32_t k_begin = p.cu_seqlens_k[a.x], k_end = p.cu_seqlens_k[a.x + 1];
-    const int32_t last_key = p.causal ? a.y + (k_end - k_begin) - (q_end - q_begin) - a.w : INT32_MAX / 2;
-    return {q_begin + a.y, a.z, k_begin + a.w, b.x - a.w, last_key, b.y, b.y, b.y + b.z};
+    int32_t begin = a.w, end = b.x;
+    if (is_piece) {
+      const uint32_t tiles = (b.x - a.w + kTileKV - 1) / kTileKV, splits = piece.num_splits;
+      begin = a.w + (int32_t)(tiles * piece.index / splits) * kTileKV;
+      end = min(a.w + (int32_t)(tiles * (piece.index + 1) / splits) * kTileKV, b.x);
+    }
+    const int32_t last_key = p.causal ? a.y + (k_end - k_begin) - (q_end - q_begin) - begin : INT32_MAX / 2;
+    return {q_begin + a.y, a.z,       k_begin + begin,           end - begin, last_key, b.y,
+            b.y,           b.y + b.z, is_piece ? ticket : kWhole};
   }
 
   __device__ __forceinline__ static bool is_last_of_item(const Work& work) {
@@ -95,7 +118,7 @@ struct Cta {
   __device__ __forceinline__ void prepare_next(const Work& work, Work& next, int32_t& drawn, bool draw, bool read) {
     if (threadIdx.x != 0) return;
     if (draw && is_last_of_item(work)) drawn = (int32_t)gridDim.x + atomicAdd(&header().ticket[0], 1);
-    if (read) next = is_last_of_item(work) ? first_of_item(drawn) : next_of_item(work);
+    if (read) next = is_last_of_item(work) ? first_of_ticket(drawn) : next_of_item(work);
   }
 
   // ---- Loads ----
@@ -254,9 +277,20 @@ struct Cta {
     write_tile(work);
   }
 
+  // False: the rows of m16 tile m wait for other pieces of the item.
+  __device__ __forceinline__ bool combine(int32_t ticket, int m) {
+    static_assert(kRowsThatMeet == 16, "an m16 tile");
+    constexpr int kSize = kBlocksV * 4, kWordsAtOnce = 4;
+    return combine_pieces<kWordsAtOnce>(params.plan, smem.tickets.split_end, params.partials, ticket,
+                                        warp_row() / 16 + m, reinterpret_cast<float (&)[kSize]>(o[m]),
+                                        softmax.reference[m], softmax.sum[m],
+                                        [](float before, float now) { return exp2_approx(before - now); });
+  }
+
   __device__ __forceinline__ void write_tile(const Work& work) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      if (work.piece != kWhole && !combine(work.piece, m)) continue;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int32_t row_in_tile = warp_row() + m * 16 + accumulator_row(lane(), 2 * r);
@@ -270,7 +304,10 @@ struct Cta {
   }
 
   __device__ __forceinline__ void run() {
-    if (threadIdx.x == 0) smem.work[0] = first_of_item((int32_t)blockIdx.x);
+    if (threadIdx.x == 0) {
+      smem.tickets = tickets();
+      smem.work[0] = first_of_ticket((int32_t)blockIdx.x);
+    }
     __syncthreads();
     start_loads(smem.work[0]);
 #pragma unroll 1

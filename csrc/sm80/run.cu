@@ -5,10 +5,15 @@
 
 namespace mla_prefill::sm80 {
 
+int64_t scratch_bytes(const PrefillParams& p, int shared_bytes) {
+  return partials_bytes(p, variant_at(choose_variant(p.dim_qk, p.dim_v, shared_bytes)).head_dim_v);
+}
+
 std::string run(const PrefillParams& problem, int32_t* plan, int num_sms, int shared_bytes, cudaStream_t stream) {
   KernelParams params;
   params.problem = normalised(problem);
   params.plan = plan;
+  params.partials = static_cast<float4*>(problem.scratch);
   // The softmax counts on a scale above 0: its sign and a 0 go into the scores.
   params.factor = problem.scale > 0.0f ? 1.0f : problem.scale < 0.0f ? -1.0f : 0.0f;
   params.scale_log2 = (problem.scale == 0.0f ? 1.0f : std::fabs(problem.scale)) * kLog2E;

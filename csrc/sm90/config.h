@@ -96,8 +96,7 @@ inline plan::Config plan_config(int32_t dim_qk, int32_t dim_v) {
   });
   config.max_splits = plan::kMaxSplits;
   config.split_items = 132;
-  config.min_split_keys =
-      4096;  // for all head dims: a plan may have been made for others, and scratch_bytes goes by it
+  config.min_split_keys = 4096;
   return config;
 }
 

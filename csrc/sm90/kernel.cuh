@@ -11,12 +11,12 @@
 // one, and QK of the next tile of work before the epilogue of this one.
 #pragma once
 
+#include "cuda_split.cuh"
 #include "params.h"
 #include "sm90/config.h"
 #include "sm90/epilogue.cuh"
 #include "sm90/ptx.h"
 #include "sm90/softmax.cuh"
-#include "sm90/split.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/wgmma.h"
 
@@ -331,6 +331,7 @@ struct Consumer {
   static constexpr uint32_t kBoxBytesQ = Config::kTileQ * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = kTileKV * kBoxColumns * sizeof(T);
   static constexpr int kStepsPerBox = kBoxColumns / 16;
+  static constexpr int kWordsAtOnce = kFewRegisters ? 4 : accumulator_words(kHeadDimV);
 
   const KernelParams& p;
   Tensors& smem;
@@ -499,7 +500,10 @@ struct Consumer {
       bool is_complete = true;
       if (Config::kSplits && tile.piece != kWhole) {
         const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
-        is_complete = combine_pieces(p.plan, p.partials, tile.piece, warp, p.problem.scale, o, softmax);
+        is_complete = combine_pieces<kWordsAtOnce>(
+            p.plan, reinterpret_cast<const plan::Header*>(p.plan)->split_end, p.partials, tile.piece, warp, o,
+            softmax.max, softmax.sum,
+            [scale = p.problem.scale](float before, float now) { return rescaling(before, now, scale); });
         if (!kFewRegisters) sums = softmax.finish(p.problem.scale);
       }
       if (kFewRegisters) sums = softmax.finish(p.problem.scale);

@@ -49,24 +49,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// ---- device memory, between CTAs ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int32_t load_acquire(const int32_t* at) {
-  int32_t value;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void store_release(int32_t* at, int32_t value) {
-  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ int32_t add_acquire_release(int32_t* at, int32_t value) {
-  int32_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
-  return before;
-}
-
 // ---- for timelines --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int64_t global_nanoseconds() {

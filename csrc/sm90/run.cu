@@ -45,11 +45,7 @@ std::string supports(const PrefillParams& p) {
   return "";
 }
 
-int64_t scratch_bytes(const PrefillParams& p) {
-  const plan::Config config = plan_config(p.dim_qk, p.dim_v);
-  const bool may_split = 2 * p.num_heads <= config.split_items && 2 * config.min_split_keys <= p.total_k;
-  return may_split ? partials_bytes(p.dim_v) : 0;
-}
+int64_t scratch_bytes(const PrefillParams& p) { return partials_bytes(p, p.dim_v); }
 
 std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t stream) {
   KernelParams params;

@@ -13,7 +13,7 @@ namespace mla_prefill::sm90 {
 // Empty if this backend computes `params`, otherwise which argument it can't take and why. Reads no device memory.
 std::string supports(const PrefillParams& params);
 
-// Device memory that run() needs at params.scratch: 0 where no item can be split. Of one launch at a time.
+// Device memory that run() needs at params.scratch: 0 where no item can be split. For one launch at a time.
 int64_t scratch_bytes(const PrefillParams& params);
 
 // Launches the kernel on a plan in device memory. Empty, or what went wrong.

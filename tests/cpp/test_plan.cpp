@@ -102,6 +102,7 @@ void test_tickets() {
   CHECK(plan::num_splits(config, 16, true, 4096, 4096) == 1);  // the first rows see few
   CHECK(plan::num_splits(config, 1, false, 1, INT32_MAX) == 16);
   CHECK(plan::sequence_rank(config, 1, false, 1, INT32_MAX) < plan::kNumRanks);
+  CHECK(plan::may_split(132, 4096) && !plan::may_split(133, 4096) && !plan::may_split(1, 4095));
 
   const Batch batch({64, 300, 1, 512, 4000, 1}, {40000, 5000, 30, 9000, 4000, 70000}, 8, false);
   std::vector<int32_t> buffer(plan::kItemsBegin + plan::kItemInts * plan::max_items(4878, 6, 8));

@@ -212,6 +212,10 @@ void test_table() {
         const plan::Config config = sm80::plan_config(dim_qk, dim_v, bytes);
         CHECK(config.tile_q == v.tile_q && config.short_tile_q == v.tile_q && config.tile_kv == v.tile_kv);
         CHECK(config.tile_q >= plan::kMinTileQ && config.tile_kv >= plan::kMinTileKV && config.short_keys == -1);
+        // What the kernel's pieces count on: an item of them has one head, and results have room.
+        CHECK(config.max_splits == plan::kMaxSplits && config.tile_q <= plan::kMostSplitRows);
+        CHECK(config.min_split_keys >= plan::kMinSplitKeys && config.split_items <= plan::kMostSplitItems);
+        CHECK(plan::heads_per_item(config, 128, 2 * config.min_split_keys) == 1);
       }
     }
   }
@@ -224,6 +228,15 @@ void test_table() {
   CHECK(choose(192, 128, kBytes99).tile_kv == 48 && choose(192, 136, kBytes99).head_dim_qk == 256);
   CHECK(choose(256, 256, kBytes227).tile_q == 128 && choose(256, 256, kBytes163).tile_q == 128);
   CHECK(choose(256, 256, kBytes99).tile_q == 64);
+
+  // Pieces for the CTAs of an H200, on any device: 64 items become 256 pieces where an SM holds two.
+  for (const int32_t bytes : {kBytes99, kBytes163, kBytes227}) {
+    CHECK(plan::num_splits(sm80::plan_config(192, 128, bytes), 16, false, 512, 32768) == 4);
+    CHECK(plan::num_splits(sm80::plan_config(192, 128, bytes), 16, true, 1, 4096) == 2);
+    CHECK(plan::num_splits(sm80::plan_config(192, 128, bytes), 16, true, 1, 4095) == 1);
+    CHECK(plan::num_splits(sm80::plan_config(192, 128, bytes), 133, false, 1, 65536) == 1);
+  }
+  CHECK(plan::num_splits(sm80::plan_config(256, 256, kBytes227), 16, false, 512, 32768) == 2);
 }
 
 // ---- Arguments ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ constexpr int kHeadDimMultiple = 8;  // elements of a 16-byte chunk: none lies a
 
 // Query rows of a warp are kRowTiles m16 tiles. Two of them use each fragment of K and V twice, which halves what is
 // read from shared memory; that is what bounds mma.sync on Hopper. Their accumulators fit up to 128 columns of V.
-template <int kHeadDimQK_, int kHeadDimV_, int kWarps_, int kRowTiles_, int kTileKV_, int kCtasPerSm_>
+template <int kHeadDimQK_, int kHeadDimV_, int kWarps_, int kRowTiles_, int kTileKV_, int kCtasPerSm_,
+          int kStagesK_ = 1>
 struct TileConfig {
   static constexpr int kHeadDimQK = kHeadDimQK_;  // narrower heads are padded with zeros, in shared memory only
   static constexpr int kHeadDimV = kHeadDimV_;
@@ -23,6 +24,7 @@ struct TileConfig {
   static constexpr int kTileQ = kWarps * kWarpRows;
   static constexpr int kTileKV = kTileKV_;
   static constexpr int kCtasPerSm = kCtasPerSm_;  // where shared memory suffices
+  static constexpr int kStagesK = kStagesK_;      // 2: K is loaded a whole key tile ahead
 
   static_assert(kTileQ >= plan::kMinTileQ && kTileKV >= plan::kMinTileKV, "what the plan's bounds count on");
   static_assert(kTileKV % 16 == 0 && kHeadDimQK % 32 == 0 && kHeadDimV % 32 == 0, "whole fragments and swizzle groups");
@@ -54,7 +56,7 @@ struct Tickets {
 template <typename Config>
 struct alignas(128) SharedStorage {
   uint16_t q[Config::kTileQ][Config::kHeadDimQK];
-  uint16_t k[Config::kTileKV][Config::kHeadDimQK];
+  uint16_t k[Config::kStagesK][Config::kTileKV][Config::kHeadDimQK];
   uint16_t v[Config::kTileKV][Config::kHeadDimV];
   Work work[2];  // this tile's and the next one's, in turn
   Tickets tickets;
@@ -63,7 +65,7 @@ struct alignas(128) SharedStorage {
 using Config64 = TileConfig<64, 64, 4, 2, 64, 2>;
 using Config96 = TileConfig<96, 64, 4, 2, 64, 2>;
 using Config128 = TileConfig<128, 128, 4, 2, 64, 2>;
-using Config192 = TileConfig<192, 128, 4, 2, 64, 2>;
+using Config192 = TileConfig<192, 128, 4, 2, 64, 2, 2>;
 using Config192Small = TileConfig<192, 128, 4, 2, 48, 2>;
 using Config256 = TileConfig<256, 256, 8, 1, 64, 1>;
 using Config256Small = TileConfig<256, 256, 4, 1, 64, 1>;
@@ -97,31 +99,35 @@ constexpr void for_each_config(Function f) {
 
 // Shared memory that a CTA may have: 99 KB (compute capability 8.6, 8.9, 12.0), 163 KB (8.0, 8.7), 227 KB (9.0, 10.0).
 // An SM has 1 KB more, and each CTA costs 1 KB beside its own.
-constexpr int32_t kSmallestSharedBytes = 99 * 1024;
+constexpr int32_t kSmallestSharedBytes = 99 * 1024, kSharedBytesOf80 = 163 * 1024, kSharedBytesOf90 = 227 * 1024;
 constexpr int32_t kReservedBytes = 1024;
+
+// Whether as many CTAs as it asks for fit an SM.
+constexpr bool fits(const Variant& variant, int32_t shared_bytes) {
+  return variant.ctas_per_sm * (variant.shared_bytes + kReservedBytes) <= shared_bytes + kReservedBytes;
+}
+
 static_assert(sizeof(SharedStorage<Config64>) <= kSmallestSharedBytes, "");
 static_assert(sizeof(SharedStorage<Config96>) <= kSmallestSharedBytes, "");
 static_assert(sizeof(SharedStorage<Config128>) <= kSmallestSharedBytes, "");
 static_assert(sizeof(SharedStorage<Config192Small>) <= kSmallestSharedBytes, "the last of its dims fits every device");
 static_assert(sizeof(SharedStorage<Config256Small>) <= kSmallestSharedBytes, "the last of its dims fits every device");
-static_assert(2 * (sizeof(SharedStorage<Config192Small>) + kReservedBytes) <= 164 * 1024, "two CTAs per SM on 8.0");
-static_assert(2 * (sizeof(SharedStorage<Config192>) + kReservedBytes) <= 228 * 1024, "two CTAs per SM on 9.0");
-static_assert(sizeof(SharedStorage<Config256>) <= 163 * 1024, "8.0");
+static_assert(fits(variant_of<Config192Small>(), kSharedBytesOf80), "two CTAs per SM on 8.0");
+static_assert(fits(variant_of<Config192>(), kSharedBytesOf90), "two CTAs per SM on 9.0");
+static_assert(fits(variant_of<Config256>(), kSharedBytesOf80), "8.0");
 
 // The configuration for these head dims on a device whose CTAs may have `shared_bytes`: of the narrowest dims that hold
 // them, the first of which as many CTAs fit as it asks for, or else the last. -1: the dims are too wide.
 inline int choose_variant(int32_t dim_qk, int32_t dim_v, int32_t shared_bytes) {
   int index = 0, chosen = -1;
   Variant of_chosen = {};
-  bool fits = false;
   for_each_config([&](auto config) {
     constexpr Variant variant = variant_of<decltype(config)>();
     const bool holds = dim_qk <= variant.head_dim_qk && dim_v <= variant.head_dim_v;
     const bool same_dims = variant.head_dim_qk == of_chosen.head_dim_qk && variant.head_dim_v == of_chosen.head_dim_v;
-    if (holds && (chosen < 0 || (same_dims && !fits))) {
+    if (holds && (chosen < 0 || (same_dims && !fits(of_chosen, shared_bytes)))) {
       chosen = index;
       of_chosen = variant;
-      fits = variant.ctas_per_sm * (variant.shared_bytes + kReservedBytes) <= shared_bytes + kReservedBytes;
     }
     ++index;
   });

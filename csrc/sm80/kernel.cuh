@@ -34,6 +34,7 @@ template <typename T, typename Config>
 struct Cta {
   static constexpr int kRowTiles = Config::kRowTiles;
   static constexpr int kTileKV = Config::kTileKV;
+  static constexpr bool kAhead = Config::kStagesK > 1;
   static constexpr int kBlocksS = kTileKV / 8, kBlocksV = Config::kHeadDimV / 8;
   static constexpr int kStepsQK = Config::kHeadDimQK / 16, kStepsPV = kTileKV / 16;
   using LayoutQK = TileLayout<Config::kHeadDimQK>;
@@ -132,8 +133,8 @@ struct Cta {
   __device__ __forceinline__ void load_k(const Work& work, int32_t tile) {
     const int64_t row = (int64_t)work.k_row + tile * kTileKV;
     TileCopy<kTileKV, Config::kHeadDimQK, Config::kThreads>::copy(
-        smem_address(smem.k), rows_of(p.k, row, work.head, p.dim_k), rows_of(p.k_pe, row, 0, p.dim_qk - p.dim_k),
-        keys_of_tile(work) - tile * kTileKV, params.k_in_chunks);
+        smem_address(smem.k[tile % Config::kStagesK]), rows_of(p.k, row, work.head, p.dim_k),
+        rows_of(p.k_pe, row, 0, p.dim_qk - p.dim_k), keys_of_tile(work) - tile * kTileKV, params.k_in_chunks);
   }
 
   __device__ __forceinline__ void load_v(const Work& work, int32_t tile) {
@@ -152,10 +153,10 @@ struct Cta {
 
   // ---- Products ----
 
-  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4]) const {
+  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4], int32_t tile) const {
     const MatrixRow a = row_by_row(lane()), b = column_by_column(lane());
     const uint32_t q_from = smem_address(smem.q) + LayoutQK::offset(warp_row() + a.row, a.chunk);
-    const uint32_t k_from = smem_address(smem.k) + LayoutQK::offset(b.row, b.chunk);
+    const uint32_t k_from = smem_address(smem.k[tile % Config::kStagesK]) + LayoutQK::offset(b.row, b.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -184,11 +185,13 @@ struct Cta {
     }
   }
 
-  __device__ __forceinline__ void add_values(const float (&weights)[kRowTiles][kBlocksS][4]) {
+  // O += P V, each step's exponentials beside the products of the step before.
+  __device__ __forceinline__ void add_values(float (&weights)[kRowTiles][kBlocksS][4]) {
     const MatrixRow b = row_by_row(lane());
     const uint32_t v_from = smem_address(smem.v) + LayoutV::offset(b.row, b.chunk);
 #pragma unroll
     for (int step = 0; step < kStepsPV; ++step) {
+      softmax.weigh(weights, 2 * step, 2, params.scale_log2);
       uint32_t a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -218,7 +221,8 @@ struct Cta {
     return min(work.last_key + row, work.keys - 1);
   }
 
-  __device__ __forceinline__ void weigh(float (&s)[kRowTiles][kBlocksS][4], const Work& work, int32_t first_key) {
+  // What is done with scores before their exponentials.
+  __device__ __forceinline__ void adjust(float (&s)[kRowTiles][kBlocksS][4], const Work& work, int32_t first_key) {
     if (params.factor != 1.0f) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -264,13 +268,16 @@ struct Cta {
       wait_for_copies();
       __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
       load_v(work, tile);
+      commit_copies();
+      if (kAhead && tile > 0) load_k(work, tile - 1);
+      commit_copies();
       prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
       float s[kRowTiles][kBlocksS][4];
-      if (active) scores(s);
-      wait_for_copies();
+      if (active) scores(s, tile);
+      wait_for_all_groups_but_last();
       __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
-      if (active) weigh(s, work, first_key);
-      if (tile > 0) load_k(work, tile - 1);  // not before the softmax: its addresses would spill there
+      if (active) adjust(s, work, first_key);
+      if (!kAhead && tile > 0) load_k(work, tile - 1);  // not before the softmax: its addresses would spill there
       if (active) add_values(s);
     }
     start_loads(next);
@@ -320,11 +327,20 @@ struct Cta {
   }
 };
 
+// What a device before 9.0 never chooses, since too few of its CTAs would fit, is not compiled for it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int32_t kMostSharedBytes = kSharedBytesOf80;
+#else
+constexpr int32_t kMostSharedBytes = kSharedBytesOf90;
+#endif
+
 template <typename T, typename Config>
 __global__ __launch_bounds__(Config::kThreads,
                              Config::kCtasPerSm) void prefill_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ __align__(128) uint8_t shared_memory[];
-  Cta<T, Config>(params, *reinterpret_cast<SharedStorage<Config>*>(shared_memory)).run();
+  if constexpr (fits(variant_of<Config>(), kMostSharedBytes)) {
+    extern __shared__ __align__(128) uint8_t shared_memory[];
+    Cta<T, Config>(params, *reinterpret_cast<SharedStorage<Config>*>(shared_memory)).run();
+  }
 }
 
 }  // namespace mla_prefill::sm80

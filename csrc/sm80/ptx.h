@@ -29,6 +29,11 @@ __device__ __forceinline__ void copy_16_async(uint32_t to, const void* from, uin
 
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Ends a group of copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void wait_for_all_groups_but_last() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }
+
 __device__ __forceinline__ void store_16(uint32_t to, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)

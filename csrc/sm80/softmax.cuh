@@ -56,9 +56,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Turns scores into weights. Rescales `o`, the products with earlier weights, where it must.
+  // Sees to references that suit the scores. Rescales `o`, the products with earlier weights, where it must.
   template <int kBlocks, int kBlocksV>
-  __device__ __forceinline__ void update(float (&s)[kRowTiles][kBlocks][4], float (&o)[kRowTiles][kBlocksV][4],
+  __device__ __forceinline__ void update(const float (&s)[kRowTiles][kBlocks][4], float (&o)[kRowTiles][kBlocksV][4],
                                          float scale_log2) {
     float top[kRowTiles][2];
     bool raise = false;
@@ -73,10 +73,15 @@ struct OnlineSoftmax {
       }
     }
     if (__any_sync(~0u, raise)) raise_references(top, o, scale_log2);
+  }
+
+  // Then turns the scores of `count` blocks of columns from `begin` on into weights.
+  template <int kBlocks>
+  __device__ __forceinline__ void weigh(float (&s)[kRowTiles][kBlocks][4], int begin, int count, float scale_log2) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
+      for (int n = begin; n < begin + count; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[m][n][i] = exp2_approx(fmaf(s[m][n][i], scale_log2, -reference[m][i / 2]));
 #pragma unroll

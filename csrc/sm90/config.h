@@ -25,7 +25,7 @@ constexpr int kConsumerRegisters = 224;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * (1 + kConsumers),
               "setmaxnreg hands around what the CTA was launched with");
 
-template <int kTileQ_, int kTileKV_, bool kFewRegisters_ = false>
+template <int kTileQ_, int kTileKV_>
 struct TileConfig {
   static constexpr int kTileQ = kTileQ_;
   static constexpr int kTileKV = kTileKV_;
@@ -38,8 +38,6 @@ struct TileConfig {
   static constexpr bool kPrefetchQ = kConsumers == 2;
   // Short sequences have no split items.
   static constexpr bool kSplits = kConsumers == 2;
-  // The accumulators leave few registers for what only the epilogue needs: it is read again, or computed late.
-  static constexpr bool kFewRegisters = kFewRegisters_;
 
   static_assert(kTileQ % kWarpgroupRows == 0 && kTeams * kConsumers == sm90::kConsumers, "all consumers have a team");
 };
@@ -65,7 +63,7 @@ struct KernelVariant {
 using Dims192 = KernelVariant<192, 128, TileConfig<128, 128>, TileConfig<64, 64>>;
 using Dims128 = KernelVariant<128, 128, TileConfig<128, 128>, TileConfig<64, 64>>;
 // O takes 128 registers of a thread: S and P of 80 keys fit beside it, and two stages of their K and V beside Q.
-using Dims256 = KernelVariant<256, 256, TileConfig<128, 80, true>, NoTile>;
+using Dims256 = KernelVariant<256, 256, TileConfig<128, 80>, NoTile>;
 
 // Calls function(Variant) for head dims. False where the kernel is not compiled for them.
 template <typename Function>
@@ -115,6 +113,7 @@ struct alignas(16) Tile {
 static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
 constexpr int32_t kWhole = -1;
+constexpr int kTileSlots = 4;  // the one being written, the next one, and some room for the producer to run ahead
 
 template <typename T, typename Variant, typename Config>
 struct alignas(1024) Tensors {
@@ -125,11 +124,11 @@ struct alignas(1024) Tensors {
 
 template <typename Config>
 struct Channels {
-  Tile tiles[2];
+  Tile tiles[kTileSlots];
   uint64_t q_full[Config::kConsumers], q_empty[Config::kConsumers];  // each consumer has its own rows of Q
   uint64_t k_full[Config::kStages], k_empty[Config::kStages];
   uint64_t v_full[Config::kStages], v_empty[Config::kStages];
-  uint64_t tile_full[2], tile_empty[2];
+  uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
 };
 
 template <typename T, typename Variant, bool kHasShortTile = Variant::kHasShortTile>
@@ -154,7 +153,7 @@ struct alignas(1024) SharedStorage<T, Variant, false> {
 };
 
 template <typename T, typename Variant>
-constexpr int kSharedBytes = sizeof(SharedStorage<T, Variant>) + 1024;  // the base is aligned in the kernel
+constexpr int kSharedBytes = sizeof(SharedStorage<T, Variant>);
 static_assert(kSharedBytes<uint16_t, Dims192> <= 227 * 1024, "shared memory of a CTA");
 static_assert(kSharedBytes<uint16_t, Dims128> <= 227 * 1024, "shared memory of a CTA");
 static_assert(kSharedBytes<uint16_t, Dims256> <= 227 * 1024, "shared memory of a CTA");

@@ -8,7 +8,7 @@
 //   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - max)  in registers      O += P V  (P from registers)
 //
 // from the last key tile, where the mask is, to the first. QK of the next key tile is issued before the softmax of this
-// one, and QK of the next tile of work before the epilogue of this one.
+// one.
 #pragma once
 
 #include "cuda_split.cuh"
@@ -111,7 +111,7 @@ struct Producer {
   Channels<Config>& channels;
   const bool leader = threadIdx.x % 32 == 0;
   Ring<Config::kStages> k_ring, v_ring;
-  Ring<2> tile_ring;
+  Ring<kTileSlots> tile_ring;
   uint32_t q_parity = 0;
 
   __device__ __forceinline__ Item read_item(int32_t ticket) {
@@ -326,12 +326,12 @@ struct Consumer {
   using Tensors = sm90::Tensors<T, Variant, Config>;
   static constexpr int kHeadDimQK = Variant::kHeadDimQK, kHeadDimV = Variant::kHeadDimV;
   static constexpr int kTileKV = Config::kTileKV;
-  static constexpr bool kFewRegisters = Config::kFewRegisters;
   static constexpr uint32_t kStepBytes = 16 * sizeof(T);  // 16 elements: the depth of one wgmma
   static constexpr uint32_t kBoxBytesQ = Config::kTileQ * kBoxColumns * sizeof(T);
   static constexpr uint32_t kBoxBytesKV = kTileKV * kBoxColumns * sizeof(T);
   static constexpr int kStepsPerBox = kBoxColumns / 16;
-  static constexpr int kWordsAtOnce = kFewRegisters ? 4 : accumulator_words(kHeadDimV);
+  // With 256 columns there are not the registers for more.
+  static constexpr int kWordsAtOnce = kHeadDimV > 128 ? 4 : accumulator_words(kHeadDimV);
 
   const KernelParams& p;
   Tensors& smem;
@@ -341,8 +341,7 @@ struct Consumer {
   const bool leader = thread == 0;
 
   Ring<Config::kStages> k_ring, v_ring;
-  Ring<2> tile_ring;
-  uint32_t q_parity = 0;
+  Ring<kTileSlots> tile_ring;
   uint32_t q_low, k_low, v_low;  // descriptors of stage 0
 
   float s[kTileKV / 2];           // scores of two rows of the thread, then weights
@@ -359,7 +358,7 @@ struct Consumer {
 
   // Issues S = Q K^T for the K stage in turn.
   __device__ __forceinline__ void issue_qk() {
-    const uint32_t k = uniform(k_low + k_ring.stage() * (uint32_t)(sizeof(smem.k[0]) >> 4));
+    const uint32_t k = k_low + k_ring.stage() * (uint32_t)(sizeof(smem.k[0]) >> 4);
     wgmma_fence();
     fence_registers(s);
 #pragma unroll
@@ -373,7 +372,7 @@ struct Consumer {
 
   // Issues O += P V for the V stage in turn.
   __device__ __forceinline__ void issue_pv() {
-    const uint32_t v = uniform(v_low + v_ring.stage() * (uint32_t)(sizeof(smem.v[0]) >> 4));
+    const uint32_t v = v_low + v_ring.stage() * (uint32_t)(sizeof(smem.v[0]) >> 4);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileKV / 16; ++step) {
@@ -396,32 +395,21 @@ struct Consumer {
     if (leader) barrier_arrive(smem_address(&channels.q_empty[index]));
   }
 
-  // Where registers are few, the tile keeps its slot until finished_tile().
-  __device__ __forceinline__ Tile next_tile() {
-    const uint32_t slot = tile_ring.stage();
-    barrier_wait(smem_address(&channels.tile_full[slot]), tile_ring.parity());
-    const Tile tile = channels.tiles[slot];
-    if (!kFewRegisters) barrier_arrive(smem_address(&channels.tile_empty[slot]));
+  // Of the tiles that were taken, the last one (1) or one before it. They keep their slots until they are written, to
+  // be read again: there are not the registers to hold them.
+  __device__ __forceinline__ Tile& taken(uint32_t back) const {
+    return channels.tiles[(tile_ring.count - back) % kTileSlots];
+  }
+
+  __device__ __forceinline__ void take_tile() {
+    barrier_wait(smem_address(&channels.tile_full[tile_ring.stage()]), tile_ring.parity());
     tile_ring.advance();
-    return tile;
   }
 
-  // The tile before the one that next_tile() gave last, read again.
-  __device__ __forceinline__ Tile finished_tile() {
-    const uint32_t slot = tile_ring.stage();
-    const Tile tile = channels.tiles[slot];
-    barrier_arrive(smem_address(&channels.tile_empty[slot]));
-    return tile;
-  }
-
-  // The one that next_tile() gave last, read again.
-  __device__ __forceinline__ Tile current_tile() const { return channels.tiles[tile_ring.stage() ^ 1]; }
-
-  // Waits for Q and the first K of a tile, if there is one.
-  __device__ __forceinline__ void wait_for_first_k(const Tile& tile) {
-    if (tile.end_kv_tile == kNoMoreTiles) return;
-    barrier_wait(smem_address(&channels.q_full[index]), q_parity);
-    q_parity ^= 1;
+  // Waits for Q and the first K of the last one taken, if there is one.
+  __device__ __forceinline__ void wait_for_first_k() {
+    if (uniform(taken(1).end_kv_tile) == kNoMoreTiles) return;
+    barrier_wait(smem_address(&channels.q_full[index]), (tile_ring.count - 1) % 2);
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
   }
 
@@ -462,16 +450,16 @@ struct Consumer {
 
   __device__ void run() {
     if (Config::kPingPong && index == 1) named_barrier_arrive(kTurnOfFirst, 2 * kWarpgroupThreads);
-    Tile tile = next_tile();
-    wait_for_first_k(tile);
+    take_tile();
+    wait_for_first_k();
     issue_qk();  // unconditionally, here and below: a branch around a wgmma would serialise all of them
     wgmma_wait<0>();
     fence_registers(s);
 #pragma unroll 1
-    while (tile.end_kv_tile != kNoMoreTiles) {
-      const RowLimits limits = row_limits(tile);
-      const int first = tile.first_kv_tile, unmasked = max(unmasked_tiles(tile), first);
-      int j = tile.end_kv_tile - 1;
+    while (uniform(taken(1).end_kv_tile) != kNoMoreTiles) {
+      const RowLimits limits = row_limits(taken(1));
+      const int first = uniform(taken(1).first_kv_tile), unmasked = uniform(max(unmasked_tiles(taken(1)), first));
+      int j = uniform(taken(1).end_kv_tile) - 1;
       release_k();
       if (j == first) release_q();
       softmax.template update<true, true>(s, limits, j * kTileKV, p.problem.scale);
@@ -485,35 +473,39 @@ struct Consumer {
 #pragma unroll 1
       for (; j >= first; --j) key_tile<false>(limits, j, j == first);
 
-      RowSums sums;
-      if (!kFewRegisters) sums = softmax.finish(p.problem.scale);
-      const Tile next = next_tile();
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
       issue_pv();
-      wait_for_first_k(next);
-      issue_qk();
-      wgmma_wait<1>();
+      RowSums sums = softmax.finish(p.problem.scale);
+      take_tile();
+      wgmma_wait<0>();
       fence_registers(o);
       release_v();
-      if (kFewRegisters) tile = finished_tile();
-      bool is_complete = true;
-      if (Config::kSplits && tile.piece != kWhole) {
-        const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
-        is_complete = combine_pieces<kWordsAtOnce>(
-            p.plan, reinterpret_cast<const plan::Header*>(p.plan)->split_end, p.partials, tile.piece, warp, o,
-            softmax.max, softmax.sum,
-            [scale = p.problem.scale](float before, float now) { return rescaling(before, now, scale); });
-        if (!kFewRegisters) sums = softmax.finish(p.problem.scale);
-      }
-      if (kFewRegisters) sums = softmax.finish(p.problem.scale);
-      if (is_complete) write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
+      write_finished(sums);
+      wait_for_first_k();
+      issue_qk();
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);
-      tile = kFewRegisters ? current_tile() : next;
     }
     if (Config::kPingPong && index == 0) named_barrier_sync(kTurnOfFirst, 2 * kWarpgroupThreads);
+  }
+
+  // The rows of the tile before the last one taken.
+  __device__ __forceinline__ void write_finished(RowSums sums) {
+    const Tile tile = taken(2);
+    barrier_arrive(smem_address(&channels.tile_empty[(tile_ring.count - 2) % kTileSlots]));
+    if (Config::kSplits && tile.piece != kWhole) {
+      const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
+      if (!combine_pieces<kWordsAtOnce>(
+              p.plan, reinterpret_cast<const plan::Header*>(p.plan)->split_end, p.partials, tile.piece, warp, o,
+              softmax.max, softmax.sum,
+              [scale = p.problem.scale](float before, float now) { return rescaling(before, now, scale); })) {
+        return;
+      }
+      sums = softmax.finish(p.problem.scale);
+    }
+    write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
   }
 
   // The last key that this thread's two rows see.
@@ -544,7 +536,7 @@ __device__ __forceinline__ void init_channels(Channels<Config>& channels) {
     init(channels.v_full[i], 1);
     init(channels.v_empty[i], Config::kConsumers);
   }
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < kTileSlots; ++i) {
     init(channels.tile_full[i], 1);
     init(channels.tile_empty[i], Config::kConsumers * kWarpgroupThreads);
   }
@@ -561,14 +553,15 @@ __device__ __forceinline__ void meet_after_long_items(uint64_t& barrier) {
 
 template <typename T, typename Variant>
 __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ uint8_t smem_raw[];
+  extern __shared__ __align__(1024) uint8_t smem_raw[];
   using Storage = SharedStorage<T, Variant>;
   using LongTile = typename Variant::LongTile;
   using ShortTile = typename Variant::ShortTile;
-  auto& smem = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(smem_raw) + 1023) & ~(uintptr_t)1023);
+  auto& smem = *reinterpret_cast<Storage*>(smem_raw);
   plan::Header& header = *reinterpret_cast<plan::Header*>(params.plan);
 
   if (threadIdx.x == 0) {
+    if (smem_address(smem_raw) % 1024 != 0) __trap();  // boxes would lie askew in the swizzle
     init_channels(smem.long_channels);
     if constexpr (Variant::kHasShortTile) {
       for (auto& channels : smem.short_channels) init_channels(channels);

@@ -1086,6 +1086,7 @@ def test_a_plan_for_another_layer_is_refused(changes: dict[str, object], device:
         Case("short", (1, 64, 65, 0, 3), (128, 64, 65, 7, 0), 3, True),
         Case("long", (1, 129, 130), (129, 257, 600), 2, True),
         Case("narrow", (1, 129, 5), (129, 600, 7), 2, True, (64, 64, 128)),
+        Case("wide", (1, 129, 5), (129, 300, 7), 2, True, (192, 64, 256)),
         Case("full", (33, 5, 128), (300, 0, 40), 2, False),
         Case("split", (3, 70, 5), (8200, 17000, 20), 2, False),
     ],
@@ -1111,6 +1112,13 @@ def test_under_the_sanitizer(case: Case, split_k: bool, device: str) -> None:
     assert torch.isneginf(once[1]).equal(torch.isneginf(lse.cpu()))
     attend(on_gpu, out=out, lse=lse, plan=plan)
     assert_same((out.cpu(), lse.cpu()), once)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("batch", [300, 1100])
+def test_plan_under_the_sanitizer(batch: int, kernel: str) -> None:
+    """In one launch and in three."""
+    assert_host_plans_the_same(kernel, *random_lens(batch, seed=batch), 2, True)
 
 
 @pytest.mark.sanitizer

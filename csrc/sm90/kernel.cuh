@@ -124,7 +124,7 @@ struct Producer {
     return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};
   }
 
-  // The header is read for split items alone: on the way to an item it would cost others 5 % of 1024 keys' work.
+  // The header is read for split items alone: on the way to the others' it would cost 1 % of 1024 keys' work.
   __device__ __forceinline__ plan::Piece piece_of(int32_t ticket) const {
     if (!Config::kSplits || ticket >= share.pieces) return {ticket + share.beside_pieces, 0, 1};
     return plan::piece_of_ticket(reinterpret_cast<const plan::Header*>(p.plan)->split_end, ticket);

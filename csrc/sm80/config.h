@@ -11,7 +11,7 @@ constexpr int kMaxHeadDim = 256;
 constexpr int kHeadDimMultiple = 8;  // elements of a 16-byte chunk: none lies across the end of a tensor's row
 
 // Query rows of a warp are kRowTiles m16 tiles. Two of them use each fragment of K and V twice, which halves what is
-// read from shared memory; that is what bounds mma.sync on Hopper. Their accumulators fit up to 128 columns of V.
+// read from shared memory. Their accumulators fit up to 128 columns of V.
 template <int kHeadDimQK_, int kHeadDimV_, int kWarps_, int kRowTiles_, int kTileKV_, int kCtasPerSm_,
           int kStagesK_ = 1>
 struct TileConfig {

@@ -40,9 +40,9 @@ struct Share {
   int32_t first, end;  // tickets: items, and pieces of the split ones
   int32_t worker, num_workers;
   int32_t *ticket, *finished;
-  int32_t pieces,
-      beside_pieces;  // tickets below `pieces` are of split items; what leads from the others to their items
-  int32_t timeline;   // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
+  int32_t pieces;         // tickets below it are of split items
+  int32_t beside_pieces;  // what leads from the others to their items
+  int32_t timeline;       // where the plan would have the stamp of ticket 0, in ints; 0: no stamps are wanted
 };
 
 template <typename Variant>
@@ -124,7 +124,7 @@ struct Producer {
     return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};
   }
 
-  // The header is read for split items alone: on the way to the others' it would cost 1 % of 1024 keys' work.
+  // The header is read for split items alone: on the way to the others' it would cost about 1 % of 1024 keys' work.
   __device__ __forceinline__ plan::Piece piece_of(int32_t ticket) const {
     if (!Config::kSplits || ticket >= share.pieces) return {ticket + share.beside_pieces, 0, 1};
     return plan::piece_of_ticket(reinterpret_cast<const plan::Header*>(p.plan)->split_end, ticket);

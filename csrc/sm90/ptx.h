@@ -15,7 +15,10 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 
 // The same value in all lanes, and known to the compiler to be so: it stays in a uniform register. Without this the
 // descriptors of each wgmma are rebuilt with about a dozen moves in front of it.
-__device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+template <typename T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(~0u, value, 0);
+}
 
 // ---- mbarrier -------------------------------------------------------------------------------------------------------
 

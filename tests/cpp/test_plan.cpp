@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "plan/plan.h"
+#include "sm90/config.h"
 
 namespace plan = mla_prefill::plan;
 
@@ -103,6 +104,11 @@ void test_tickets() {
   CHECK(plan::num_splits(config, 1, false, 1, INT32_MAX) == 16);
   CHECK(plan::sequence_rank(config, 1, false, 1, INT32_MAX) < plan::kNumRanks);
   CHECK(plan::may_split(132, 4096) && !plan::may_split(133, 4096) && !plan::may_split(1, 4095));
+  for (const auto& [dim_qk, dim_v] : {std::pair(192, 128), std::pair(128, 128), std::pair(256, 256)}) {
+    const plan::Config hopper = mla_prefill::sm90::plan_config(dim_qk, dim_v);
+    CHECK(hopper.tile_q <= plan::kMostSplitRows && hopper.split_items <= plan::kMostSplitItems);
+    CHECK(hopper.min_split_keys >= plan::kMinSplitKeys && hopper.max_splits <= plan::kMaxSplits);
+  }
 
   const Batch batch({64, 300, 1, 512, 4000, 1}, {40000, 5000, 30, 9000, 4000, 70000}, 8, false);
   std::vector<int32_t> buffer(plan::kItemsBegin + plan::kItemInts * plan::max_items(4878, 6, 8));

@@ -1,6 +1,8 @@
 #include "sm80/arguments.h"
 
-#include "sm80/config.h"
+#include <algorithm>
+
+#include "sm80/layout.h"
 
 namespace mla_prefill::sm80 {
 namespace {
@@ -10,6 +12,10 @@ RowsType without_free_strides(RowsType tensor, int64_t rows, int64_t heads) {
   if (rows <= 1) tensor.row_stride = 0;
   if (heads <= 1) tensor.head_stride = 0;
   return tensor;
+}
+
+bool has_whole_rows(const ConstRows& tensor) {
+  return is_aligned(tensor, kChunkBytes) && tensor.row_stride >= INT32_MIN && tensor.row_stride <= INT32_MAX;
 }
 
 }  // namespace
@@ -38,10 +44,21 @@ plan::Config plan_config(int32_t dim_qk, int32_t dim_v, int32_t shared_bytes) {
 PrefillParams normalised(PrefillParams p) {
   p.q = without_free_strides(p.q, p.total_q, p.num_heads);
   p.k = without_free_strides(p.k, p.total_k, p.num_heads);
-  p.k_pe = p.dim_k == p.dim_qk ? ConstRows{p.k.data, 0, 0} : without_free_strides(p.k_pe, p.total_k, 1);
+  if (p.dim_k < p.dim_qk) {
+    p.k_pe = without_free_strides(p.k_pe, p.total_k, 1);
+  } else {
+    p.dim_k = std::min(p.dim_qk, kLeftColumns);
+    p.k_pe = p.k;
+    if (p.dim_k < p.dim_qk) p.k_pe.data = static_cast<const uint16_t*>(p.k.data) + p.dim_k;
+  }
   p.v = without_free_strides(p.v, p.total_k, p.num_heads);
   p.out = without_free_strides(p.out, p.total_q, p.num_heads);
   return p;
+}
+
+bool kv_is_whole(const PrefillParams& p, const Variant& variant) {
+  return p.dim_qk == variant.head_dim_qk && p.dim_k == std::min(p.dim_qk, kLeftColumns) &&
+         p.dim_v == variant.head_dim_v && has_whole_rows(p.k) && has_whole_rows(p.k_pe) && has_whole_rows(p.v);
 }
 
 }  // namespace mla_prefill::sm80

@@ -6,6 +6,7 @@
 
 #include "params.h"
 #include "plan/plan.h"
+#include "sm80/config.h"
 
 namespace mla_prefill::sm80 {
 
@@ -18,8 +19,8 @@ std::string supports(const PrefillParams& params);
 // What the kernel wants of its plan, on a device whose CTAs may have `shared_bytes` of shared memory.
 plan::Config plan_config(int32_t dim_qk, int32_t dim_v, int32_t shared_bytes);
 
-// Supported parameters as the kernel takes them: strides that nothing steps over are 0, and k_pe is set for keys in one
-// tensor too.
+// Supported parameters as the kernel takes them: strides that nothing steps over are 0, and keys in one tensor are two
+// parts as well, k up to column kLeftColumns and k_pe from there on, which then has heads.
 PrefillParams normalised(PrefillParams params);
 
 // Whether base and strides of normalised parameters are multiples of `bytes`.
@@ -29,5 +30,9 @@ bool is_aligned(const RowsType& tensor, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 && tensor.row_stride * kElementBytes % bytes == 0 &&
          tensor.head_stride * kElementBytes % bytes == 0;
 }
+
+// Whether whole tiles of normalised k and v can be copied as such (WholeCopy): rows in 16-byte chunks, as wide as the
+// tile of `variant`, less than 2^31 elements apart, and the two parts of K where a tile's are.
+bool kv_is_whole(const PrefillParams& params, const Variant& variant);
 
 }  // namespace mla_prefill::sm80

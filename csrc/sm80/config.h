@@ -10,6 +10,9 @@ namespace mla_prefill::sm80 {
 constexpr int kMaxHeadDim = 256;
 constexpr int kHeadDimMultiple = 8;  // elements of a 16-byte chunk: none lies across the end of a tensor's row
 
+// Columns of K in whole tiles that come from k; those after them come from k_pe, also where they are one tensor.
+constexpr int kLeftColumns = 128;
+
 // Query rows of a warp are kRowTiles m16 tiles. Two of them use each fragment of K and V twice, which halves what is
 // read from shared memory. Their accumulators fit up to 128 columns of V.
 template <int kHeadDimQK_, int kHeadDimV_, int kWarps_, int kRowTiles_, int kTileKV_, int kCtasPerSm_,
@@ -41,7 +44,8 @@ struct Work {
   int32_t keys;      // the item's rows see keys [0, keys) at most
   int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
   int32_t head, head_begin, head_end;
-  int32_t piece;  // its ticket, where the item is split; kWhole where it is not
+  int32_t piece;                    // its ticket, where the item is split; kWhole where it is not
+  const uint16_t *k, *k_right, *v;  // row k_row of the head; k_right: from column kLeftColumns on
 };
 constexpr int32_t kWhole = -1;
 

@@ -1,32 +1,18 @@
 // Copies of rows of one head from device memory into a tile in shared memory.
 #pragma once
 
-#include "params.h"
 #include "sm80/layout.h"
 #include "sm80/ptx.h"
+#include "sm80/rows.h"
 
 namespace mla_prefill::sm80 {
 
-// Consecutive rows of one head, or one of the two parts of them: its columns [0, columns).
-struct RowSource {
-  const uint16_t* data;  // row 0
-  int64_t row_stride;
-  int32_t columns;  // a multiple of 8, maybe 0
-};
-
-__device__ __forceinline__ RowSource rows_of(const ConstRows& tensor, int64_t row, int64_t head, int32_t columns) {
-  return {static_cast<const uint16_t*>(tensor.data) + row * tensor.row_stride + head * tensor.head_stride,
-          tensor.row_stride, columns};
-}
-
-// All threads of a CTA copy a tile together: a thread one chunk of each group of columns of every kRowsAtOnce-th row.
-// Rows of the tile are those of `left` followed by those of `right`; columns past them, and rows from `rows` on, are
-// not read and become zeros.
+// All threads of a CTA copy a tile together. Rows of the tile are those of `left` followed by those of `right`; columns
+// past them, and rows from `rows` on, are not read and become zeros.
 template <int kRows, int kColumns, int kThreads>
 struct TileCopy {
   using Layout = TileLayout<kColumns>;
-  static constexpr int kRowsAtOnce = kThreads / Layout::kGroupChunks;
-  static_assert(kRows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0, "a thread's rows are all permuted alike");
+  using Share = CopyShare<kRows, kColumns, kThreads>;
 
   // `in_chunks`: rows can be read in 16-byte chunks.
   __device__ __forceinline__ static void copy(uint32_t to, const RowSource& left, const RowSource& right, int32_t rows,
@@ -42,23 +28,21 @@ struct TileCopy {
   // Asynchronous: complete after wait_for_copies() and a barrier.
   __device__ __forceinline__ static void copy_chunks(uint32_t to, const RowSource& left, const RowSource& right,
                                                      int32_t rows) {
-    const uint32_t thread = computed_here(threadIdx.x);
-    const int row = (int)(thread / Layout::kGroupChunks), chunk = (int)(thread % Layout::kGroupChunks);
-    const uint32_t at = to + Layout::offset(row, chunk);
-    const int32_t column = chunk * kChunkElements, end = left.columns + right.columns;
-    const uint16_t* const from_left = left.data + row * left.row_stride + column;
-    const uint16_t* const from_right = right.data + row * right.row_stride + column - left.columns;
+    const Share share(computed_here(threadIdx.x));
+    const uint32_t at = to + share.offset();
+    const int32_t end = left.columns + right.columns;
+    const uint16_t* const from_left = left.data + share.row * left.row_stride + share.column;
+    const uint16_t* const from_right = right.data + share.row * right.row_stride + share.column - left.columns;
 #pragma unroll
     for (int group = 0; group < Layout::kGroups; ++group) {
-      constexpr int kGroupColumns = Layout::kGroupChunks * kChunkElements;
-      const bool in_left = column + group * kGroupColumns < left.columns;
-      const bool inside = column + group * kGroupColumns < end;
-      const uint16_t* from = (in_left ? from_left : from_right) + group * kGroupColumns;
-      const int64_t step = (in_left ? left.row_stride : right.row_stride) * kRowsAtOnce;
+      const int32_t column = share.column + group * Share::kGroupColumns;
+      const bool in_left = column < left.columns, inside = column < end;
+      const uint16_t* from = (in_left ? from_left : from_right) + group * Share::kGroupColumns;
+      const int64_t step = (in_left ? left.row_stride : right.row_stride) * Share::kRowsAtOnce;
 #pragma unroll
-      for (int first = 0; first < kRows; first += kRowsAtOnce) {
-        copy_16_async(at + first * Layout::kRowBytes + group * Layout::kGroupChunks * kChunkBytes, from,
-                      inside && first + row < rows ? kChunkBytes : 0);
+      for (int round = 0; round < Share::kRounds; ++round) {
+        copy_16_async(at + round * Share::kRoundBytes + group * Share::kGroupBytes, from,
+                      inside && round * Share::kRowsAtOnce + share.row < rows ? kChunkBytes : 0);
         from += step;
       }
     }
@@ -84,5 +68,14 @@ struct TileCopy {
     __syncwarp();  // ldmatrix and mma, which may follow, want the warp together
   }
 };
+
+// A whole tile. Asynchronous too.
+template <typename Whole>
+__device__ __forceinline__ void copy_all(Whole copy) {
+#pragma unroll
+  for (int round = 0; round < Whole::kRounds; ++round) {
+    copy.copy_round([](uint32_t to, const uint16_t* from) { copy_16_async(to, from); });
+  }
+}
 
 }  // namespace mla_prefill::sm80

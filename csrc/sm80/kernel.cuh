@@ -6,7 +6,8 @@
 //   S = Q K^T  (both from shared memory)      P = exp2(S - reference)  in registers      O += P V  (P from registers)
 //
 // from the last key tile, where the mask is, to the first. Tiles of K and V come with cp.async: V while S is computed,
-// the next K while the softmax and O are. The loads of the next tile of work start before this one is written.
+// the next K while the softmax and O are, or with V where it has a buffer. The loads of the next tile of work start
+// before this one is written.
 #pragma once
 
 #include "cuda_split.cuh"
@@ -28,6 +29,8 @@ struct KernelParams {
   float factor;                                // of the scores before it: 1, or -1 or 0 for a scale below or of 0
   bool q_in_chunks, k_in_chunks, v_in_chunks;  // base and strides are multiples of 16 bytes
   bool out_aligned;                            // of 8 bytes
+  bool kv_whole;                               // whole tiles of K and V can be copied as such, with these strides:
+  int32_t k_stride, k_right_stride, v_stride;
 };
 
 template <typename T, typename Config>
@@ -36,9 +39,12 @@ struct Cta {
   static constexpr int kTileKV = Config::kTileKV;
   static constexpr bool kAhead = Config::kStagesK > 1;
   static constexpr int kBlocksS = kTileKV / 8, kBlocksV = Config::kHeadDimV / 8;
+  static constexpr int kLeft = Config::kHeadDimQK < kLeftColumns ? Config::kHeadDimQK : kLeftColumns;
   static constexpr int kStepsQK = Config::kHeadDimQK / 16, kStepsPV = kTileKV / 16;
   using LayoutQK = TileLayout<Config::kHeadDimQK>;
   using LayoutV = TileLayout<Config::kHeadDimV>;
+  using WholeK = WholeCopy<kTileKV, Config::kHeadDimQK, Config::kThreads, kLeft>;
+  using WholeV = WholeCopy<kTileKV, Config::kHeadDimV, Config::kThreads>;
 
   const KernelParams& params;
   const PrefillParams& p;
@@ -99,6 +105,14 @@ struct Cta {
             b.y,           b.y + b.z, is_piece ? ticket : kWhole};
   }
 
+  // Addresses of its rows: computed once, by one thread.
+  __device__ __forceinline__ Work with_sources(Work work) const {
+    work.k = row_of(p.k, work.k_row, work.head);
+    work.k_right = row_of(p.k_pe, work.k_row, work.head);
+    work.v = row_of(p.v, work.k_row, work.head);
+    return work;
+  }
+
   __device__ __forceinline__ static bool is_last_of_item(const Work& work) {
     return work.head + 1 == work.head_end && work.q_rows <= Config::kTileQ;
   }
@@ -119,28 +133,55 @@ struct Cta {
   __device__ __forceinline__ void prepare_next(const Work& work, Work& next, int32_t& drawn, bool draw, bool read) {
     if (threadIdx.x != 0) return;
     if (draw && is_last_of_item(work)) drawn = (int32_t)gridDim.x + atomicAdd(&header().ticket[0], 1);
-    if (read) next = is_last_of_item(work) ? first_of_ticket(drawn) : next_of_item(work);
+    if (read) next = with_sources(is_last_of_item(work) ? first_of_ticket(drawn) : next_of_item(work));
   }
 
   // ---- Loads ----
 
+  __device__ __forceinline__ uint32_t address_of_k(int32_t tile) const {
+    return smem_address(smem.k[tile % Config::kStagesK]);
+  }
+
+  __device__ __forceinline__ WholeK whole_k(const Work& work, int32_t tile) const {
+    return {computed_here(threadIdx.x),
+            address_of_k(tile),
+            {work.k, params.k_stride},
+            {work.k_right, params.k_right_stride},
+            tile * kTileKV};
+  }
+
+  __device__ __forceinline__ WholeV whole_v(const Work& work, int32_t tile) const {
+    const WholeRows v = {work.v, params.v_stride};
+    return {computed_here(threadIdx.x), smem_address(smem.v), v, v, tile * kTileKV};
+  }
+
   __device__ __forceinline__ void load_q(const Work& work) {
-    const RowSource q = rows_of(p.q, work.q_row, work.head, p.dim_qk);
+    const RowSource q = {row_of(p.q, work.q_row, work.head), p.q.row_stride, p.dim_qk};
     TileCopy<Config::kTileQ, Config::kHeadDimQK, Config::kThreads>::copy(smem_address(smem.q), q, {q.data, 0, 0},
                                                                          work.q_rows, params.q_in_chunks);
   }
 
-  __device__ __forceinline__ void load_k(const Work& work, int32_t tile) {
-    const int64_t row = (int64_t)work.k_row + tile * kTileKV;
-    TileCopy<kTileKV, Config::kHeadDimQK, Config::kThreads>::copy(
-        smem_address(smem.k[tile % Config::kStagesK]), rows_of(p.k, row, work.head, p.dim_k),
-        rows_of(p.k_pe, row, 0, p.dim_qk - p.dim_k), keys_of_tile(work) - tile * kTileKV, params.k_in_chunks);
+  __device__ __forceinline__ void load_k(const Work& work, int32_t tile, bool whole) {
+    if (kAhead && whole) {
+      copy_all(whole_k(work, tile));
+    } else {
+      const int32_t row = tile * kTileKV;
+      TileCopy<kTileKV, Config::kHeadDimQK, Config::kThreads>::copy(
+          address_of_k(tile), rows_from(work.k, p.k.row_stride, row, p.dim_k),
+          rows_from(work.k_right, p.k_pe.row_stride, row, p.dim_qk - p.dim_k), keys_of_tile(work) - row,
+          params.k_in_chunks);
+    }
   }
 
-  __device__ __forceinline__ void load_v(const Work& work, int32_t tile) {
-    const RowSource v = rows_of(p.v, (int64_t)work.k_row + tile * kTileKV, work.head, p.dim_v);
-    TileCopy<kTileKV, Config::kHeadDimV, Config::kThreads>::copy(
-        smem_address(smem.v), v, {v.data, 0, 0}, keys_of_tile(work) - tile * kTileKV, params.v_in_chunks);
+  __device__ __forceinline__ void load_v(const Work& work, int32_t tile, bool whole) {
+    if (kAhead && whole) {
+      copy_all(whole_v(work, tile));
+    } else {
+      const int32_t row = tile * kTileKV;
+      const RowSource v = rows_from(work.v, p.v.row_stride, row, p.dim_v);
+      TileCopy<kTileKV, Config::kHeadDimV, Config::kThreads>::copy(smem_address(smem.v), v, {v.data, 0, 0},
+                                                                   keys_of_tile(work) - row, params.v_in_chunks);
+    }
   }
 
   // Of Q and the last K, into memory that nobody reads any more.
@@ -148,7 +189,7 @@ struct Cta {
     const int32_t tiles = kv_tiles(work);
     if (tiles == 0) return;
     load_q(work);
-    load_k(work, tiles - 1);
+    load_k(work, tiles - 1, false);
   }
 
   // ---- Products ----
@@ -156,7 +197,7 @@ struct Cta {
   __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4], int32_t tile) const {
     const MatrixRow a = row_by_row(lane()), b = column_by_column(lane());
     const uint32_t q_from = smem_address(smem.q) + LayoutQK::offset(warp_row() + a.row, a.chunk);
-    const uint32_t k_from = smem_address(smem.k[tile % Config::kStagesK]) + LayoutQK::offset(b.row, b.chunk);
+    const uint32_t k_from = address_of_k(tile) + LayoutQK::offset(b.row, b.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -267,9 +308,9 @@ struct Cta {
       const bool active = first_key <= last_of_warp;
       wait_for_copies();
       __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
-      load_v(work, tile);
+      load_v(work, tile, params.kv_whole && tile + 1 < tiles);
       commit_copies();
-      if (kAhead && tile > 0) load_k(work, tile - 1);
+      if (kAhead && tile > 0) load_k(work, tile - 1, params.kv_whole);
       commit_copies();
       prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
       float s[kRowTiles][kBlocksS][4];
@@ -277,7 +318,8 @@ struct Cta {
       wait_for_all_groups_but_last();
       __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
       if (active) adjust(s, work, first_key);
-      if (!kAhead && tile > 0) load_k(work, tile - 1);  // not before the softmax: its addresses would spill there
+      if (!kAhead && tile > 0)
+        load_k(work, tile - 1, false);  // not before the softmax: its addresses would spill there
       if (active) add_values(s);
     }
     start_loads(next);
@@ -313,7 +355,7 @@ struct Cta {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       smem.tickets = tickets();
-      smem.work[0] = first_of_ticket((int32_t)blockIdx.x);
+      smem.work[0] = with_sources(first_of_ticket((int32_t)blockIdx.x));
     }
     __syncthreads();
     start_loads(smem.work[0]);

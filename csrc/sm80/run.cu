@@ -22,8 +22,11 @@ std::string run(const PrefillParams& problem, int32_t* plan, int num_sms, int sh
   params.k_in_chunks = is_aligned(p.k, kChunkBytes) && is_aligned(p.k_pe, kChunkBytes);
   params.v_in_chunks = is_aligned(p.v, kChunkBytes);
   params.out_aligned = is_aligned(p.out, 8);
-
   const int variant = choose_variant(p.dim_qk, p.dim_v, shared_bytes);
+  params.kv_whole = kv_is_whole(p, variant_at(variant));
+  params.k_stride = (int32_t)p.k.row_stride;
+  params.k_right_stride = (int32_t)p.k_pe.row_stride;
+  params.v_stride = (int32_t)p.v.row_stride;
   const auto launch_variant = p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16> : launch<__half>;
   const cudaError_t status = launch_variant(variant, params, num_sms, stream);
   if (status != cudaSuccess) return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);

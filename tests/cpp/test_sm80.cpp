@@ -1,6 +1,8 @@
 // The portable NVIDIA kernel as far as it is plain C++: what it takes, its table of tiles, which devices it is for, and
 // where its elements lie. The last is run through the instructions' definitions in the PTX ISA, one warp at a time.
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <set>
 #include <string>
 #include <vector>
@@ -11,6 +13,7 @@
 #include "sm80/arguments.h"
 #include "sm80/config.h"
 #include "sm80/layout.h"
+#include "sm80/rows.h"
 
 using mla_prefill::DType;
 using mla_prefill::g_memory;
@@ -195,6 +198,66 @@ void test_layout() {
   }
 }
 
+// ---- Copies of whole tiles ------------------------------------------------------------------------------------------
+
+// `rows` rows of values of their own, `stride` elements apart in either direction; elsewhere is a mark.
+struct Source {
+  static constexpr uint16_t kMark = 0xffff;
+  std::vector<uint16_t> memory;
+  sm80::WholeRows rows_of_head;
+
+  Source(int rows, int32_t stride, int columns, int salt) : memory(rows * std::abs(stride) + columns, kMark) {
+    uint16_t* const first = memory.data() + (stride < 0 ? (1 - rows) * stride : 0);
+    for (int row = 0; row < rows; ++row) {
+      for (int column = 0; column < columns; ++column) first[row * stride + column] = value(row, column, salt);
+    }
+    rows_of_head = {first, stride};
+  }
+
+  static uint16_t value(int row, int column, int salt) { return (uint16_t)((row * 256 + column) * 2 + salt) % kMark; }
+};
+
+// The threads of a CTA together write each chunk of the tile once, from where it belongs.
+template <int kRows, int kColumns, int kThreads, int kLeft>
+void test_whole_copy(int32_t left_stride, int32_t right_stride) {
+  using Whole = sm80::WholeCopy<kRows, kColumns, kThreads, kLeft>;
+  using Layout = sm80::TileLayout<kColumns>;
+  constexpr int kFirstRow = 3;
+  constexpr uint32_t kAddress = 1 << 20;
+  const Source left(kFirstRow + kRows, left_stride, kLeft, 0),
+      right(kFirstRow + kRows, right_stride, kColumns - kLeft, 1);
+  std::vector<uint16_t> tile(kRows * kColumns);
+  std::vector<int> writes(kRows * Layout::kRowChunks);
+  for (uint32_t thread = 0; thread < kThreads; ++thread) {
+    Whole copy(thread, kAddress, left.rows_of_head, right.rows_of_head, kFirstRow);
+    for (int round = 0; round < Whole::kRounds; ++round) {
+      copy.copy_round([&](uint32_t to, const uint16_t* from) {
+        const uint32_t at = to - kAddress;
+        CHECK(at % sm80::kChunkBytes == 0 && at / 2 < tile.size());
+        ++writes[at / sm80::kChunkBytes];
+        std::copy(from, from + sm80::kChunkElements, tile.begin() + at / 2);
+      });
+    }
+  }
+  for (const int count : writes) CHECK(count == 1);
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kColumns; ++column) {
+      const uint16_t expected = column < kLeft ? Source::value(kFirstRow + row, column, 0)
+                                               : Source::value(kFirstRow + row, column - kLeft, 1);
+      CHECK(tile[Layout::offset(row, column / 8) / 2 + column % 8] == expected);
+    }
+  }
+}
+
+template <typename Config>
+void test_whole_copies() {
+  constexpr int kQK = Config::kHeadDimQK, kV = Config::kHeadDimV, kLeft = std::min(kQK, sm80::kLeftColumns);
+  test_whole_copy<Config::kTileQ, kQK, Config::kThreads, kQK>(3 * kQK, 3 * kQK);
+  test_whole_copy<Config::kTileKV, kQK, Config::kThreads, kLeft>(256 + kLeft, 576);
+  test_whole_copy<Config::kTileKV, kQK, Config::kThreads, kLeft>(-2 * kQK, -640);
+  test_whole_copy<Config::kTileKV, kV, Config::kThreads, kV>(kV, kV);
+}
+
 // ---- The table of tiles ---------------------------------------------------------------------------------------------
 
 constexpr int32_t kBytes99 = 99 * 1024, kBytes163 = 163 * 1024, kBytes227 = 227 * 1024;
@@ -270,8 +333,39 @@ void test_memory() {
   CHECK(!sm80::is_aligned(sm80::normalised(with([](auto& p) { p.v.head_stride += 1; })).v, 16));
   CHECK(!sm80::is_aligned(sm80::normalised(with([](auto& p) { p.q.data = g_memory + 4; })).q, 16));
   CHECK(sm80::is_aligned(sm80::normalised(with([](auto& p) { p.q.data = g_memory + 4; })).q, 8));
+
+  // Keys in one tensor are two parts too, where they are wide.
   const PrefillParams joined = sm80::normalised(with([](auto& p) { p.dim_k = 192, p.k_pe = {}; }));
-  CHECK(joined.k_pe.data == joined.k.data && sm80::is_aligned(joined.k_pe, 16));
+  CHECK(joined.dim_k == 128 && joined.k_pe.data == static_cast<const uint16_t*>(joined.k.data) + 128);
+  CHECK(joined.k_pe.row_stride == joined.k.row_stride && joined.k_pe.head_stride == joined.k.head_stride);
+  const PrefillParams narrow = sm80::normalised(with([](auto& p) { p.dim_qk = p.dim_k = 96, p.k_pe = {}; }));
+  CHECK(narrow.dim_k == 96 && narrow.k_pe.data == narrow.k.data);
+  const PrefillParams split = sm80::normalised(good());
+  CHECK(split.dim_k == 128 && split.k_pe.data == good().k_pe.data && split.k_pe.head_stride == 0);
+}
+
+template <typename Change>
+bool kv_is_whole(Change change) {
+  const PrefillParams p = sm80::normalised(with(change));
+  return sm80::kv_is_whole(p, choose(p.dim_qk, p.dim_v, kBytes227));
+}
+
+// What can be copied in whole tiles: columns as the tile has them, chunks, and strides of 32 bits.
+void test_whole() {
+  CHECK(kv_is_whole([](auto&) {}));
+  CHECK(kv_is_whole([](auto& p) { p.dim_k = 192, p.k_pe = {}; }));
+  CHECK(kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = 128; }));
+  CHECK(kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = p.dim_v = 256; }));
+  CHECK(kv_is_whole([](auto& p) { p.k.row_stride = -p.k.row_stride; }));
+  CHECK(!kv_is_whole([](auto& p) { p.dim_k = 64; }));
+  CHECK(!kv_is_whole([](auto& p) { p.dim_qk = 256, p.dim_k = 192, p.dim_v = 256; }));
+  CHECK(!kv_is_whole([](auto& p) { p.dim_v = 120; }));
+  CHECK(!kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = 184; }));
+  CHECK(!kv_is_whole([](auto& p) { p.k.row_stride += 4; }) && !kv_is_whole([](auto& p) { p.k_pe.row_stride += 4; }));
+  CHECK(!kv_is_whole([](auto& p) { p.v.data = g_memory + 4; }));
+  constexpr int64_t kFar = (int64_t)1 << 31;
+  CHECK(!kv_is_whole([](auto& p) { p.k.row_stride = kFar; }) && !kv_is_whole([](auto& p) { p.v.row_stride = kFar; }));
+  CHECK(!kv_is_whole([](auto& p) { p.k_pe.row_stride = -kFar - 8; }));
 }
 
 // ---- Devices --------------------------------------------------------------------------------------------------------
@@ -325,8 +419,10 @@ int main() {
   test_products<192, 128>();
   test_products<256, 256>();
   test_table();
+  sm80::for_each_config([](auto config) { test_whole_copies<decltype(config)>(); });
   test_supports();
   test_memory();
+  test_whole();
   test_devices();
   return report("sm80");
 }

@@ -1,13 +1,13 @@
 // Ragged prefill with mma.sync, for every NVIDIA GPU of compute capability 8.0 and above. Read it from the bottom up:
-// prefill_kernel -> Cta::run -> run_tile (the main loop).
+// prefill_kernel -> Cta::run -> run_tile (the main loops) -> run_key_tile.
 //
 // A persistent CTA takes items from the plan. Its warps own 16 or 32 query rows each and compute
 //
 //   S = Q K^T  (both from shared memory)      P = exp2(S - reference)  in registers      O += P V  (P from registers)
 //
 // from the last key tile, where the mask is, to the first. Tiles of K and V come with cp.async: V while S is computed,
-// the next K while the softmax and O are, or with V where it has a buffer. The loads of the next tile of work start
-// before this one is written.
+// the next K while the softmax and O are, or with V where it has a buffer. Tiles without a mask have a loop of their
+// own. The loads of the next tile of work start before this one is written.
 #pragma once
 
 #include "cuda_split.cuh"
@@ -161,8 +161,9 @@ struct Cta {
                                                                          work.q_rows, params.q_in_chunks);
   }
 
-  __device__ __forceinline__ void load_k(const Work& work, int32_t tile, bool whole) {
-    if (kAhead && whole) {
+  template <bool kWhole>
+  __device__ __forceinline__ void load_k(const Work& work, int32_t tile) {
+    if constexpr (kWhole) {
       copy_all(whole_k(work, tile));
     } else {
       const int32_t row = tile * kTileKV;
@@ -173,8 +174,9 @@ struct Cta {
     }
   }
 
-  __device__ __forceinline__ void load_v(const Work& work, int32_t tile, bool whole) {
-    if (kAhead && whole) {
+  template <bool kWhole>
+  __device__ __forceinline__ void load_v(const Work& work, int32_t tile) {
+    if constexpr (kWhole) {
       copy_all(whole_v(work, tile));
     } else {
       const int32_t row = tile * kTileKV;
@@ -184,12 +186,21 @@ struct Cta {
     }
   }
 
+  // A group of copies each.
+  template <bool kWhole>
+  __device__ __forceinline__ void load_v_and_next_k(const Work& work, int32_t tile) {
+    load_v<kWhole>(work, tile);
+    commit_copies();
+    if (kAhead && tile > 0) load_k<kWhole>(work, tile - 1);
+    commit_copies();
+  }
+
   // Of Q and the last K, into memory that nobody reads any more.
   __device__ __forceinline__ void start_loads(const Work& work) {
     const int32_t tiles = kv_tiles(work);
     if (tiles == 0) return;
     load_q(work);
-    load_k(work, tiles - 1, false);
+    load_k<false>(work, tiles - 1);
   }
 
   // ---- Products ----
@@ -262,8 +273,9 @@ struct Cta {
     return min(work.last_key + row, work.keys - 1);
   }
 
-  // What is done with scores before their exponentials.
-  __device__ __forceinline__ void adjust(float (&s)[kRowTiles][kBlocksS][4], const Work& work, int32_t first_key) {
+  // What is done with scores before their softmax.
+  __device__ __forceinline__ void apply_factor_and_mask(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
+                                                        int32_t first_key) const {
     if (params.factor != 1.0f) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -278,7 +290,34 @@ struct Cta {
       const int row = warp_row() + accumulator_row(lane(), 0);
       mask(s, lane(), [&](int m, int r) { return limit(work, row + m * 16 + r * 8) - first_key; });
     }
-    softmax.update(s, o, params.scale_log2);
+  }
+
+  // One key tile. kPlain: one of the plain_tiles().
+  template <bool kPlain>
+  __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t& drawn, int32_t tile,
+                                               int32_t tiles, int32_t last_of_warp) {
+    const int32_t first_key = tile * kTileKV;
+    const bool active = first_key <= last_of_warp;
+    float s[kRowTiles][kBlocksS][4];
+    wait_for_copies();
+    __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
+    load_v_and_next_k<kPlain>(work, tile);
+    prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
+    if (active) {
+      scores(s, tile);
+      if (!kPlain) apply_factor_and_mask(s, work, first_key);
+      softmax.update(s, o, params.scale_log2);
+    }
+    wait_for_all_groups_but_last();
+    __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
+    if (!kAhead && tile > 0) load_k<false>(work, tile - 1);  // not before the softmax: its addresses would spill there
+    if (active) add_values(s);
+  }
+
+  // How many key tiles, from the first on, can be copied whole and need neither mask nor factor: all rows see all keys.
+  __device__ __forceinline__ int32_t plain_tiles(const Work& work) const {
+    if (!kAhead || !params.kv_whole || params.factor != 1.0f) return 0;
+    return max(limit(work, 0) + 1, 0) / kTileKV;
   }
 
   // Computes `work`, of which Q and the last K are on their way, and starts the loads of `next`.
@@ -302,25 +341,13 @@ struct Cta {
       prepare_next(work, next, drawn, true, true);
       __syncthreads();
     }
+    const int32_t plain = plain_tiles(work);
+    int32_t tile = tiles - 1;
 #pragma unroll 1
-    for (int32_t tile = tiles - 1; tile >= 0; --tile) {
-      const int32_t first_key = tile * kTileKV;
-      const bool active = first_key <= last_of_warp;
-      wait_for_copies();
-      __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
-      load_v(work, tile, params.kv_whole && tile + 1 < tiles);
-      commit_copies();
-      if (kAhead && tile > 0) load_k(work, tile - 1, params.kv_whole);
-      commit_copies();
-      prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
-      float s[kRowTiles][kBlocksS][4];
-      if (active) scores(s, tile);
-      wait_for_all_groups_but_last();
-      __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
-      if (active) adjust(s, work, first_key);
-      if (!kAhead && tile > 0)
-        load_k(work, tile - 1, false);  // not before the softmax: its addresses would spill there
-      if (active) add_values(s);
+    for (; tile >= plain; --tile) run_key_tile<false>(work, next, drawn, tile, tiles, last_of_warp);
+    if constexpr (kAhead) {
+#pragma unroll 1
+      for (; tile >= 0; --tile) run_key_tile<true>(work, next, drawn, tile, tiles, last_of_warp);
     }
     start_loads(next);
     write_tile(work);

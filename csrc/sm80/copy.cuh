@@ -69,13 +69,18 @@ struct TileCopy {
   }
 };
 
-// A whole tile. Asynchronous too.
+// A round of a whole tile, to be issued beside other work. Not `wanted`: nothing is copied, without a branch.
+template <typename Whole>
+__device__ __forceinline__ void copy_round(Whole& copy, bool wanted = true) {
+  copy.copy_round([wanted](uint32_t to, const uint16_t* from) {
+    if (wanted) copy_16_async(to, from);
+  });
+}
+
 template <typename Whole>
 __device__ __forceinline__ void copy_all(Whole copy) {
 #pragma unroll
-  for (int round = 0; round < Whole::kRounds; ++round) {
-    copy.copy_round([](uint32_t to, const uint16_t* from) { copy_16_async(to, from); });
-  }
+  for (int round = 0; round < Whole::kRounds; ++round) copy_round(copy);
 }
 
 }  // namespace mla_prefill::sm80

@@ -7,7 +7,8 @@
 //
 // from the last key tile, where the mask is, to the first. Tiles of K and V come with cp.async: V while S is computed,
 // the next K while the softmax and O are, or with V where it has a buffer. Tiles without a mask have a loop of their
-// own. The loads of the next tile of work start before this one is written.
+// own, in which the copies are issued beside the products. The loads of the next tile of work start before this one is
+// written.
 #pragma once
 
 #include "cuda_split.cuh"
@@ -205,7 +206,9 @@ struct Cta {
 
   // ---- Products ----
 
-  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4], int32_t tile) const {
+  // beside(step) is called in each step, between the fragments of Q and the products.
+  template <typename Beside>
+  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4], int32_t tile, Beside beside) const {
     const MatrixRow a = row_by_row(lane()), b = column_by_column(lane());
     const uint32_t q_from = smem_address(smem.q) + LayoutQK::offset(warp_row() + a.row, a.chunk);
     const uint32_t k_from = address_of_k(tile) + LayoutQK::offset(b.row, b.chunk);
@@ -224,6 +227,7 @@ struct Cta {
       for (int m = 0; m < kRowTiles; ++m) {
         load_matrices(q[m], LayoutQK::at_step(q_from, step) + m * 16 * LayoutQK::kRowBytes);
       }
+      beside(step);
 #pragma unroll
       for (int n = 0; n < kBlocksS; n += 2) {
         uint32_t k[4];
@@ -273,6 +277,24 @@ struct Cta {
     return min(work.last_key + row, work.keys - 1);
   }
 
+  // The scores of a plain tile, with the copies of V and then of the next K beside the products: a round for each step.
+  __device__ __forceinline__ void scores_and_loads(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
+                                                   int32_t tile) const {
+    WholeV v = whole_v(work, tile);
+    WholeK k = whole_k(work, max(tile - 1, 0));
+    constexpr int kRounds = WholeV::kRounds + WholeK::kRounds;
+    static_assert(kRounds < kStepsQK, "the first fragments do not wait for addresses of copies");
+    scores(s, tile, [&](int step) {
+      const int round = step - 1;
+      if (round >= 0 && round < WholeV::kRounds) {
+        copy_round(v);
+      } else if (round >= WholeV::kRounds && round < kRounds) {
+        copy_round(k, tile > 0);
+      }
+      if (round + 1 == WholeV::kRounds || round + 1 == kRounds) commit_copies();
+    });
+  }
+
   // What is done with scores before their softmax.
   __device__ __forceinline__ void apply_factor_and_mask(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
                                                         int32_t first_key) const {
@@ -292,7 +314,7 @@ struct Cta {
     }
   }
 
-  // One key tile. kPlain: one of the plain_tiles().
+  // One key tile. kPlain: one of the plain_tiles(). A warp that sees none of its keys takes part in the copies alone.
   template <bool kPlain>
   __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t& drawn, int32_t tile,
                                                int32_t tiles, int32_t last_of_warp) {
@@ -301,11 +323,15 @@ struct Cta {
     float s[kRowTiles][kBlocksS][4];
     wait_for_copies();
     __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
-    load_v_and_next_k<kPlain>(work, tile);
+    if (!kPlain || !active) load_v_and_next_k<kPlain>(work, tile);
     prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
     if (active) {
-      scores(s, tile);
-      if (!kPlain) apply_factor_and_mask(s, work, first_key);
+      if constexpr (kPlain) {
+        scores_and_loads(s, work, tile);
+      } else {
+        scores(s, tile, [](int) {});
+        apply_factor_and_mask(s, work, first_key);
+      }
       softmax.update(s, o, params.scale_log2);
     }
     wait_for_all_groups_but_last();

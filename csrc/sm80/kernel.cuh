@@ -241,21 +241,29 @@ struct Cta {
     }
   }
 
-  // O += P V, each step's exponentials beside the products of the step before.
-  __device__ __forceinline__ void add_values(float (&weights)[kRowTiles][kBlocksS][4]) {
+  // The weights of two blocks of columns from `begin` on, as operand A.
+  template <int kBlocks>
+  __device__ __forceinline__ static void pack_weights(const float (&w)[kRowTiles][kBlocks][4], int begin,
+                                                      uint32_t (&packed)[kRowTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const float *low = w[m][begin], *high = w[m][begin + 1];
+      packed[m][0] = pack<T>(low[0], low[1]);
+      packed[m][1] = pack<T>(low[2], low[3]);
+      packed[m][2] = pack<T>(high[0], high[1]);
+      packed[m][3] = pack<T>(high[2], high[3]);
+    }
+  }
+
+  // O += P V, each step's exponentials beside the products of the step before. `weights` has the first step's.
+  __device__ __forceinline__ void add_values(float (&s)[kRowTiles][kBlocksS][4], uint32_t (&weights)[kRowTiles][4]) {
     const MatrixRow b = row_by_row(lane());
     const uint32_t v_from = smem_address(smem.v) + LayoutV::offset(b.row, b.chunk);
 #pragma unroll
     for (int step = 0; step < kStepsPV; ++step) {
-      softmax.weigh(weights, 2 * step, 2, params.scale_log2);
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        const float *low = weights[m][2 * step], *high = weights[m][2 * step + 1];
-        a[m][0] = pack<T>(low[0], low[1]);
-        a[m][1] = pack<T>(low[2], low[3]);
-        a[m][2] = pack<T>(high[0], high[1]);
-        a[m][3] = pack<T>(high[2], high[3]);
+      if (step > 0) {
+        softmax.weigh(s, 2 * step, 2, params.scale_log2);
+        pack_weights(s, 2 * step, weights);
       }
 #pragma unroll
       for (int n = 0; n < kBlocksV; n += 2) {
@@ -263,8 +271,8 @@ struct Cta {
         load_matrices_transposed(v, LayoutV::at_step(v_from, n / 2) + step * 16 * LayoutV::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          multiply_add<T>(o[m][n], a[m], v[0], v[1]);
-          multiply_add<T>(o[m][n + 1], a[m], v[2], v[3]);
+          multiply_add<T>(o[m][n], weights[m], v[0], v[1]);
+          multiply_add<T>(o[m][n + 1], weights[m], v[2], v[3]);
         }
       }
     }
@@ -314,6 +322,34 @@ struct Cta {
     }
   }
 
+  // The weights of the first 16 keys, packed, and the softmax after them.
+  __device__ __forceinline__ OnlineSoftmax<kRowTiles> weigh_first(const float (&s)[kRowTiles][kBlocksS][4],
+                                                                  uint32_t (&weights)[kRowTiles][4]) const {
+    float w[kRowTiles][2][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w[m][i / 4][i % 4] = s[m][i / 4][i % 4];
+    }
+    OnlineSoftmax<kRowTiles> weighed = softmax;
+    weighed.weigh(w, 0, 2, params.scale_log2);
+    pack_weights(w, 0, weights);
+    return weighed;
+  }
+
+  // Sees to references that suit the scores, and takes the weights of the first 16 keys. Those do not wait for the vote
+  // on the references: it seldom raises one, and then they are taken again.
+  __device__ __forceinline__ void begin_softmax(const float (&s)[kRowTiles][kBlocksS][4],
+                                                uint32_t (&weights)[kRowTiles][4]) {
+    float top[kRowTiles][2];
+    OnlineSoftmax<kRowTiles> weighed = weigh_first(s, weights);
+    if (softmax.must_raise(s, params.scale_log2, top)) {
+      softmax.raise_references(top, o, params.scale_log2);
+      weighed = weigh_first(s, weights);
+    }
+    softmax = weighed;
+  }
+
   // One key tile. kPlain: one of the plain_tiles(). A warp that sees none of its keys takes part in the copies alone.
   template <bool kPlain>
   __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t& drawn, int32_t tile,
@@ -321,6 +357,7 @@ struct Cta {
     const int32_t first_key = tile * kTileKV;
     const bool active = first_key <= last_of_warp;
     float s[kRowTiles][kBlocksS][4];
+    uint32_t weights[kRowTiles][4];
     wait_for_copies();
     __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
     if (!kPlain || !active) load_v_and_next_k<kPlain>(work, tile);
@@ -332,12 +369,12 @@ struct Cta {
         scores(s, tile, [](int) {});
         apply_factor_and_mask(s, work, first_key);
       }
-      softmax.update(s, o, params.scale_log2);
+      begin_softmax(s, weights);
     }
     wait_for_all_groups_but_last();
     __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
     if (!kAhead && tile > 0) load_k<false>(work, tile - 1);  // not before the softmax: its addresses would spill there
-    if (active) add_values(s);
+    if (active) add_values(s, weights);
   }
 
   // How many key tiles, from the first on, can be copied whole and need neither mask nor factor: all rows see all keys.

@@ -56,11 +56,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Sees to references that suit the scores. Rescales `o`, the products with earlier weights, where it must.
-  template <int kBlocks, int kBlocksV>
-  __device__ __forceinline__ void update(const float (&s)[kRowTiles][kBlocks][4], float (&o)[kRowTiles][kBlocksV][4],
-                                         float scale_log2) {
-    float top[kRowTiles][2];
+  // Whether the warp must raise a reference. `top`: the lane's largest scores.
+  template <int kBlocks>
+  __device__ __forceinline__ bool must_raise(const float (&s)[kRowTiles][kBlocks][4], float scale_log2,
+                                             float (&top)[kRowTiles][2]) const {
     bool raise = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -72,7 +71,7 @@ struct OnlineSoftmax {
         raise |= fmaf(top[m][r], scale_log2, -reference[m][r]) > kSlack;
       }
     }
-    if (__any_sync(~0u, raise)) raise_references(top, o, scale_log2);
+    return __any_sync(~0u, raise);
   }
 
   // Then turns the scores of `count` blocks of columns from `begin` on into weights.
@@ -101,7 +100,7 @@ struct OnlineSoftmax {
     return total == 0.0f ? -INFINITY : (reference[m][r] + __log2f(total)) * kLn2;
   }
 
- private:
+  // Raises references to the maximum where they must be, and rescales `o`, the products with earlier weights.
   template <int kBlocksV>
   __device__ __forceinline__ void raise_references(const float (&lane_top)[kRowTiles][2],
                                                    float (&o)[kRowTiles][kBlocksV][4], float scale_log2) {
@@ -117,7 +116,7 @@ struct OnlineSoftmax {
           correction = exp2_approx(reference[m][r] - raised);
           reference[m][r] = raised;
         }
-        sum[m][r] *= correction;
+        sum[m][r] = __fmul_rn(sum[m][r], correction);  // the same bits wherever it is inlined
 #pragma unroll
         for (int n = 0; n < kBlocksV; ++n) {
           o[m][n][2 * r] *= correction;

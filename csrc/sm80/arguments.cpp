@@ -56,6 +56,10 @@ PrefillParams normalised(PrefillParams p) {
   return p;
 }
 
+bool q_is_whole(const PrefillParams& p, const Variant& variant) {
+  return p.dim_qk == variant.head_dim_qk && has_whole_rows(p.q);
+}
+
 bool kv_is_whole(const PrefillParams& p, const Variant& variant) {
   return p.dim_qk == variant.head_dim_qk && p.dim_k == std::min(p.dim_qk, kLeftColumns) &&
          p.dim_v == variant.head_dim_v && has_whole_rows(p.k) && has_whole_rows(p.k_pe) && has_whole_rows(p.v);

@@ -31,8 +31,9 @@ bool is_aligned(const RowsType& tensor, int64_t bytes) {
          tensor.head_stride * kElementBytes % bytes == 0;
 }
 
-// Whether whole tiles of normalised k and v can be copied as such (WholeCopy): rows in 16-byte chunks, as wide as the
-// tile of `variant`, less than 2^31 elements apart, and the two parts of K where a tile's are.
+// Whether whole tiles of normalised q, or of k and v, can be copied as such (WholeCopy): rows in 16-byte chunks, as
+// wide as the tile of `variant`, less than 2^31 elements apart, and the two parts of K where a tile's are.
+bool q_is_whole(const PrefillParams& params, const Variant& variant);
 bool kv_is_whole(const PrefillParams& params, const Variant& variant);
 
 }  // namespace mla_prefill::sm80

@@ -30,8 +30,8 @@ struct KernelParams {
   float factor;                                // of the scores before it: 1, or -1 or 0 for a scale below or of 0
   bool q_in_chunks, k_in_chunks, v_in_chunks;  // base and strides are multiples of 16 bytes
   bool out_aligned;                            // of 8 bytes
-  bool kv_whole;                               // whole tiles of K and V can be copied as such, with these strides:
-  int32_t k_stride, k_right_stride, v_stride;
+  bool q_whole, kv_whole;                      // whole tiles can be copied as such, with these strides of rows:
+  int32_t q_stride, k_stride, k_right_stride, v_stride;
 };
 
 template <typename T, typename Config>
@@ -44,6 +44,7 @@ struct Cta {
   static constexpr int kStepsQK = Config::kHeadDimQK / 16, kStepsPV = kTileKV / 16;
   using LayoutQK = TileLayout<Config::kHeadDimQK>;
   using LayoutV = TileLayout<Config::kHeadDimV>;
+  using WholeQ = WholeCopy<Config::kTileQ, Config::kHeadDimQK, Config::kThreads>;
   using WholeK = WholeCopy<kTileKV, Config::kHeadDimQK, Config::kThreads, kLeft>;
   using WholeV = WholeCopy<kTileKV, Config::kHeadDimV, Config::kThreads>;
 
@@ -158,8 +159,13 @@ struct Cta {
 
   __device__ __forceinline__ void load_q(const Work& work) {
     const RowSource q = {row_of(p.q, work.q_row, work.head), p.q.row_stride, p.dim_qk};
-    TileCopy<Config::kTileQ, Config::kHeadDimQK, Config::kThreads>::copy(smem_address(smem.q), q, {q.data, 0, 0},
-                                                                         work.q_rows, params.q_in_chunks);
+    if (params.q_whole && work.q_rows >= Config::kTileQ) {
+      const WholeRows rows = {q.data, params.q_stride};
+      copy_all(WholeQ(computed_here(threadIdx.x), smem_address(smem.q), rows, rows, 0));
+    } else {
+      TileCopy<Config::kTileQ, Config::kHeadDimQK, Config::kThreads>::copy(smem_address(smem.q), q, {q.data, 0, 0},
+                                                                           work.q_rows, params.q_in_chunks);
+    }
   }
 
   template <bool kWhole>
@@ -201,7 +207,11 @@ struct Cta {
     const int32_t tiles = kv_tiles(work);
     if (tiles == 0) return;
     load_q(work);
-    load_k<false>(work, tiles - 1);
+    if (params.kv_whole && keys_of_tile(work) == tiles * kTileKV) {
+      load_k<true>(work, tiles - 1);
+    } else {
+      load_k<false>(work, tiles - 1);
+    }
   }
 
   // ---- Products ----

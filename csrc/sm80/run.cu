@@ -23,7 +23,9 @@ std::string run(const PrefillParams& problem, int32_t* plan, int num_sms, int sh
   params.v_in_chunks = is_aligned(p.v, kChunkBytes);
   params.out_aligned = is_aligned(p.out, 8);
   const int variant = choose_variant(p.dim_qk, p.dim_v, shared_bytes);
+  params.q_whole = q_is_whole(p, variant_at(variant));
   params.kv_whole = kv_is_whole(p, variant_at(variant));
+  params.q_stride = (int32_t)p.q.row_stride;
   params.k_stride = (int32_t)p.k.row_stride;
   params.k_right_stride = (int32_t)p.k_pe.row_stride;
   params.v_stride = (int32_t)p.v.row_stride;

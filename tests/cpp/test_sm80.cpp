@@ -350,9 +350,15 @@ bool kv_is_whole(Change change) {
   return sm80::kv_is_whole(p, choose(p.dim_qk, p.dim_v, kBytes227));
 }
 
+template <typename Change>
+bool q_is_whole(Change change) {
+  const PrefillParams p = sm80::normalised(with(change));
+  return sm80::q_is_whole(p, choose(p.dim_qk, p.dim_v, kBytes227));
+}
+
 // What can be copied in whole tiles: columns as the tile has them, chunks, and strides of 32 bits.
 void test_whole() {
-  CHECK(kv_is_whole([](auto&) {}));
+  CHECK(kv_is_whole([](auto&) {}) && q_is_whole([](auto&) {}));
   CHECK(kv_is_whole([](auto& p) { p.dim_k = 192, p.k_pe = {}; }));
   CHECK(kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = 128; }));
   CHECK(kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = p.dim_v = 256; }));
@@ -360,12 +366,14 @@ void test_whole() {
   CHECK(!kv_is_whole([](auto& p) { p.dim_k = 64; }));
   CHECK(!kv_is_whole([](auto& p) { p.dim_qk = 256, p.dim_k = 192, p.dim_v = 256; }));
   CHECK(!kv_is_whole([](auto& p) { p.dim_v = 120; }));
-  CHECK(!kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = 184; }));
+  CHECK(!kv_is_whole([](auto& p) { p.dim_qk = p.dim_k = 184; }) && !q_is_whole([](auto& p) { p.dim_qk = 184; }));
   CHECK(!kv_is_whole([](auto& p) { p.k.row_stride += 4; }) && !kv_is_whole([](auto& p) { p.k_pe.row_stride += 4; }));
-  CHECK(!kv_is_whole([](auto& p) { p.v.data = g_memory + 4; }));
+  CHECK(!kv_is_whole([](auto& p) { p.v.data = g_memory + 4; }) &&
+        !q_is_whole([](auto& p) { p.q.data = g_memory + 4; }));
   constexpr int64_t kFar = (int64_t)1 << 31;
   CHECK(!kv_is_whole([](auto& p) { p.k.row_stride = kFar; }) && !kv_is_whole([](auto& p) { p.v.row_stride = kFar; }));
-  CHECK(!kv_is_whole([](auto& p) { p.k_pe.row_stride = -kFar - 8; }));
+  CHECK(!kv_is_whole([](auto& p) { p.k_pe.row_stride = -kFar - 8; }) &&
+        !q_is_whole([](auto& p) { p.q.row_stride = kFar; }));
 }
 
 // ---- Devices --------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ struct Work {
   int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
   int32_t head, head_begin, head_end;
   int32_t piece;                    // its ticket, where the item is split; kWhole where it is not
+  int32_t tiles, plain_tiles;       // key tiles, and those of them that have a loop of their own
   const uint16_t *k, *k_right, *v;  // row k_row of the head; k_right: from column kLeftColumns on
 };
 constexpr int32_t kWhole = -1;
@@ -62,7 +63,8 @@ struct alignas(128) SharedStorage {
   uint16_t q[Config::kTileQ][Config::kHeadDimQK];
   uint16_t k[Config::kStagesK][Config::kTileKV][Config::kHeadDimQK];
   uint16_t v[Config::kTileKV][Config::kHeadDimV];
-  Work work[2];  // this tile's and the next one's, in turn
+  Work work[2];   // this tile's and the next one's, in turn
+  int32_t drawn;  // the next item's ticket
   Tickets tickets;
 };
 

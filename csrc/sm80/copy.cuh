@@ -69,12 +69,10 @@ struct TileCopy {
   }
 };
 
-// A round of a whole tile, to be issued beside other work. Not `wanted`: nothing is copied, without a branch.
+// A round of a whole tile, to be issued beside other work.
 template <typename Whole>
-__device__ __forceinline__ void copy_round(Whole& copy, bool wanted = true) {
-  copy.copy_round([wanted](uint32_t to, const uint16_t* from) {
-    if (wanted) copy_16_async(to, from);
-  });
+__device__ __forceinline__ void copy_round(Whole& copy) {
+  copy.copy_round([](uint32_t to, const uint16_t* from) { copy_16_async(to, from); });
 }
 
 template <typename Whole>

@@ -5,7 +5,7 @@
 //
 //   S = Q K^T  (both from shared memory)      P = exp2(S - reference)  in registers      O += P V  (P from registers)
 //
-// from the last key tile, where the mask is, to the first. Tiles of K and V come with cp.async: V while S is computed,
+// from the first key tile to the last, where the mask is. Tiles of K and V come with cp.async: V while S is computed,
 // the next K while the softmax and O are, or with V where it has a buffer. Tiles without a mask have a loop of their
 // own, in which the copies are issued beside the products. The loads of the next tile of work start before this one is
 // written.
@@ -72,8 +72,15 @@ struct Cta {
     return max(min(work.keys, work.last_key + rows_of_tile(work)), 0);
   }
 
-  __device__ __forceinline__ static int32_t kv_tiles(const Work& work) {
-    return (keys_of_tile(work) + kTileKV - 1) / kTileKV;
+  // The last key that a row of the tile sees.
+  __device__ __forceinline__ static int32_t limit(const Work& work, int32_t row) {
+    return min(work.last_key + row, work.keys - 1);
+  }
+
+  // Whether the warp's rows see any key from first_key on.
+  __device__ __forceinline__ static bool is_active(const Work& work, int32_t first_key) {
+    const int32_t last_row = min(warp_row() + Config::kWarpRows, rows_of_tile(work)) - 1;
+    return warp_row() <= last_row && first_key <= limit(work, last_row);
   }
 
   // The pieces of an item are one tile each, whose rows meet those of the others. Items of more rows, from a plan for
@@ -107,8 +114,17 @@ struct Cta {
             b.y,           b.y + b.z, is_piece ? ticket : kWhole};
   }
 
-  // Addresses of its rows: computed once, by one thread.
-  __device__ __forceinline__ Work with_sources(Work work) const {
+  // How many key tiles, from the first on, need neither mask nor factor, since all rows see all keys, and can be copied
+  // whole, like the one after them.
+  __device__ __forceinline__ int32_t plain_tiles(const Work& work) const {
+    if (!kAhead || !params.kv_whole || params.factor != 1.0f) return 0;
+    return max(min((limit(work, 0) + 1) / kTileKV, keys_of_tile(work) / kTileKV - 1), 0);
+  }
+
+  // With what all threads need and one computes.
+  __device__ __forceinline__ Work completed(Work work) const {
+    work.tiles = (keys_of_tile(work) + kTileKV - 1) / kTileKV;
+    work.plain_tiles = plain_tiles(work);
     work.k = row_of(p.k, work.k_row, work.head);
     work.k_right = row_of(p.k_pe, work.k_row, work.head);
     work.v = row_of(p.v, work.k_row, work.head);
@@ -132,10 +148,10 @@ struct Cta {
 
   // The next tile of work, in two steps over the last key tiles of this one, so that neither waits for the one before.
   // Not earlier: a long item would hold on to the next while other CTAs run out of work.
-  __device__ __forceinline__ void prepare_next(const Work& work, Work& next, int32_t& drawn, bool draw, bool read) {
+  __device__ __forceinline__ void prepare_next(const Work& work, Work& next, bool draw, bool read) {
     if (threadIdx.x != 0) return;
-    if (draw && is_last_of_item(work)) drawn = (int32_t)gridDim.x + atomicAdd(&header().ticket[0], 1);
-    if (read) next = with_sources(is_last_of_item(work) ? first_of_ticket(drawn) : next_of_item(work));
+    if (draw && is_last_of_item(work)) smem.drawn = (int32_t)gridDim.x + atomicAdd(&header().ticket[0], 1);
+    if (read) next = completed(is_last_of_item(work) ? first_of_ticket(smem.drawn) : next_of_item(work));
   }
 
   // ---- Loads ----
@@ -198,19 +214,18 @@ struct Cta {
   __device__ __forceinline__ void load_v_and_next_k(const Work& work, int32_t tile) {
     load_v<kWhole>(work, tile);
     commit_copies();
-    if (kAhead && tile > 0) load_k<kWhole>(work, tile - 1);
+    if (kAhead && tile + 1 < work.tiles) load_k<kWhole>(work, tile + 1);
     commit_copies();
   }
 
-  // Of Q and the last K, into memory that nobody reads any more.
+  // Of Q and the first K, into memory that nobody reads any more.
   __device__ __forceinline__ void start_loads(const Work& work) {
-    const int32_t tiles = kv_tiles(work);
-    if (tiles == 0) return;
+    if (work.tiles == 0) return;
     load_q(work);
-    if (params.kv_whole && keys_of_tile(work) == tiles * kTileKV) {
-      load_k<true>(work, tiles - 1);
+    if (params.kv_whole && keys_of_tile(work) >= kTileKV) {
+      load_k<true>(work, 0);
     } else {
-      load_k<false>(work, tiles - 1);
+      load_k<false>(work, 0);
     }
   }
 
@@ -290,16 +305,11 @@ struct Cta {
 
   // ---- One tile ----
 
-  // The last key that a row of the tile sees.
-  __device__ __forceinline__ static int32_t limit(const Work& work, int32_t row) {
-    return min(work.last_key + row, work.keys - 1);
-  }
-
   // The scores of a plain tile, with the copies of V and then of the next K beside the products: a round for each step.
   __device__ __forceinline__ void scores_and_loads(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
                                                    int32_t tile) const {
     WholeV v = whole_v(work, tile);
-    WholeK k = whole_k(work, max(tile - 1, 0));
+    WholeK k = whole_k(work, tile + 1);
     constexpr int kRounds = WholeV::kRounds + WholeK::kRounds;
     static_assert(kRounds < kStepsQK, "the first fragments do not wait for addresses of copies");
     scores(s, tile, [&](int step) {
@@ -307,7 +317,7 @@ struct Cta {
       if (round >= 0 && round < WholeV::kRounds) {
         copy_round(v);
       } else if (round >= WholeV::kRounds && round < kRounds) {
-        copy_round(k, tile > 0);
+        copy_round(k);
       }
       if (round + 1 == WholeV::kRounds || round + 1 == kRounds) commit_copies();
     });
@@ -362,16 +372,15 @@ struct Cta {
 
   // One key tile. kPlain: one of the plain_tiles(). A warp that sees none of its keys takes part in the copies alone.
   template <bool kPlain>
-  __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t& drawn, int32_t tile,
-                                               int32_t tiles, int32_t last_of_warp) {
+  __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t tile) {
     const int32_t first_key = tile * kTileKV;
-    const bool active = first_key <= last_of_warp;
+    const bool active = kPlain ? warp_row() < work.q_rows : is_active(work, first_key);
     float s[kRowTiles][kBlocksS][4];
     uint32_t weights[kRowTiles][4];
     wait_for_copies();
     __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
     if (!kPlain || !active) load_v_and_next_k<kPlain>(work, tile);
-    prepare_next(work, next, drawn, tile == min(2, tiles - 1), tile == min(1, tiles - 1));
+    prepare_next(work, next, tile == max(work.tiles - 3, 0), tile == max(work.tiles - 2, 0));
     if (active) {
       if constexpr (kPlain) {
         scores_and_loads(s, work, tile);
@@ -383,17 +392,12 @@ struct Cta {
     }
     wait_for_all_groups_but_last();
     __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
-    if (!kAhead && tile > 0) load_k<false>(work, tile - 1);  // not before the softmax: its addresses would spill there
+    // Not before the softmax: its addresses would spill there.
+    if (!kAhead && tile + 1 < work.tiles) load_k<false>(work, tile + 1);
     if (active) add_values(s, weights);
   }
 
-  // How many key tiles, from the first on, can be copied whole and need neither mask nor factor: all rows see all keys.
-  __device__ __forceinline__ int32_t plain_tiles(const Work& work) const {
-    if (!kAhead || !params.kv_whole || params.factor != 1.0f) return 0;
-    return max(limit(work, 0) + 1, 0) / kTileKV;
-  }
-
-  // Computes `work`, of which Q and the last K are on their way, and starts the loads of `next`.
+  // Computes `work`, of which Q and the first K are on their way, and starts the loads of `next`.
   __device__ __forceinline__ void run_tile(const Work& work, Work& next) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -405,23 +409,18 @@ struct Cta {
     }
     softmax.start();
 
-    const int32_t last_row = min(warp_row() + Config::kWarpRows, rows_of_tile(work)) - 1;
-    const int32_t last_of_warp = warp_row() <= last_row ? limit(work, last_row) : -1;
-    const int32_t tiles = kv_tiles(work);
-    int32_t drawn = 0;
-    if (tiles == 0) {
+    if (work.tiles == 0) {
       __syncthreads();  // `next` was the tile before, which is written now
-      prepare_next(work, next, drawn, true, true);
+      prepare_next(work, next, true, true);
       __syncthreads();
     }
-    const int32_t plain = plain_tiles(work);
-    int32_t tile = tiles - 1;
-#pragma unroll 1
-    for (; tile >= plain; --tile) run_key_tile<false>(work, next, drawn, tile, tiles, last_of_warp);
+    int32_t tile = 0;
     if constexpr (kAhead) {
 #pragma unroll 1
-      for (; tile >= 0; --tile) run_key_tile<true>(work, next, drawn, tile, tiles, last_of_warp);
+      for (; tile < work.plain_tiles; ++tile) run_key_tile<true>(work, next, tile);
     }
+#pragma unroll 1
+    for (; tile < work.tiles; ++tile) run_key_tile<false>(work, next, tile);
     start_loads(next);
     write_tile(work);
   }
@@ -455,7 +454,7 @@ struct Cta {
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
       smem.tickets = tickets();
-      smem.work[0] = with_sources(first_of_ticket((int32_t)blockIdx.x));
+      smem.work[0] = completed(first_of_ticket((int32_t)blockIdx.x));
     }
     __syncthreads();
     start_loads(smem.work[0]);

@@ -63,9 +63,11 @@ struct alignas(128) SharedStorage {
   uint16_t q[Config::kTileQ][Config::kHeadDimQK];
   uint16_t k[Config::kStagesK][Config::kTileKV][Config::kHeadDimQK];
   uint16_t v[Config::kTileKV][Config::kHeadDimV];
-  Work work[2];   // this tile's and the next one's, in turn
-  int32_t drawn;  // the next item's ticket
+  alignas(16) float references[Config::kWarps][8][2 * Config::kRowTiles];  // of the softmax: those of a quad's rows
+  Work work[2];                                                            // this tile's and the next one's, in turn
+  int32_t drawn;                                                           // the next item's ticket
   Tickets tickets;
+  plan::Header* header;  // the plan's; here, for an address in registers would stay there
 };
 
 using Config64 = TileConfig<64, 64, 4, 2, 64, 2>;

@@ -5,7 +5,6 @@
 #include "params.h"
 #include "sm80/layout.h"
 #include "sm80/ptx.h"
-#include "sm80/softmax.cuh"
 
 namespace mla_prefill::sm80 {
 
@@ -27,16 +26,16 @@ __device__ __forceinline__ void store_4(uint16_t* to, uint2 values, bool aligned
 }
 
 // Writes the row of which a lane holds registers 2 r and 2 r + 1 of each n8 block of `o`.
-template <typename T, int kBlocks>
-__device__ __forceinline__ void write_row(const PrefillParams& p, int64_t row, int head, const float (&o)[kBlocks][4],
-                                          int r, const RowWeights& w, bool aligned) {
+template <typename T, int kSize>
+__device__ __forceinline__ void write_row(const PrefillParams& p, int64_t row, int head, const float (&o)[kSize], int r,
+                                          const RowWeights& w, bool aligned) {
   const int32_t lane_column = threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;  // see exchange_words
   uint16_t* const out =
       static_cast<uint16_t*>(p.out.data) + row * p.out.row_stride + head * p.out.head_stride + lane_column;
 #pragma unroll
-  for (int n = 0; n < kBlocks; n += 2) {
+  for (int n = 0; n < kSize / 4; n += 2) {
     const bool inside = lane_column + n * 8 < p.dim_v;
-    const float *first = o[n] + 2 * r, *second = o[n + 1] + 2 * r;
+    const float *first = o + 4 * n + 2 * r, *second = first + 4;
     float2 a = make_float2(first[0] * w.own, first[1] * w.own), b = make_float2(second[0] * w.own, second[1] * w.own);
     if (p.accumulate) {
       uint2 held = make_uint2(0, 0);

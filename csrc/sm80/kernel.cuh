@@ -5,12 +5,13 @@
 //
 //   S = Q K^T  (both from shared memory)      P = exp2(S - reference)  in registers      O += P V  (P from registers)
 //
-// from the first key tile to the last, where the mask is. Tiles of K and V come with cp.async: V while S is computed,
-// the next K while the softmax and O are, or with V where it has a buffer. Tiles without a mask have a loop of their
-// own, in which the copies are issued beside the products. The loads of the next tile of work start before this one is
-// written.
+// from the first key tile, which sets the references, to the last, where the mask is. Tiles of K and V come with
+// cp.async: V while S is computed, the next K while the softmax and O are, or with V where it has a buffer. Tiles
+// between them have a loop of their own, in which the copies are issued beside the products. The loads of the next tile
+// of work start before this one is written.
 #pragma once
 
+#include "cuda_softmax.cuh"
 #include "cuda_split.cuh"
 #include "params.h"
 #include "sm80/config.h"
@@ -18,7 +19,6 @@
 #include "sm80/epilogue.cuh"
 #include "sm80/layout.h"
 #include "sm80/ptx.h"
-#include "sm80/softmax.cuh"
 
 namespace mla_prefill::sm80 {
 
@@ -40,6 +40,7 @@ struct Cta {
   static constexpr int kTileKV = Config::kTileKV;
   static constexpr bool kAhead = Config::kStagesK > 1;
   static constexpr int kBlocksS = kTileKV / 8, kBlocksV = Config::kHeadDimV / 8;
+  static constexpr int kSizeS = kBlocksS * 4, kSizeO = kBlocksV * 4;  // of a lane's part of an m16 tile
   static constexpr int kLeft = Config::kHeadDimQK < kLeftColumns ? Config::kHeadDimQK : kLeftColumns;
   static constexpr int kStepsQK = Config::kHeadDimQK / 16, kStepsPV = kTileKV / 16;
   using LayoutQK = TileLayout<Config::kHeadDimQK>;
@@ -51,8 +52,8 @@ struct Cta {
   const KernelParams& params;
   const PrefillParams& p;
   SharedStorage<Config>& smem;
-  float o[kRowTiles][kBlocksV][4];
-  OnlineSoftmax<kRowTiles> softmax;
+  float o[kRowTiles][kSizeO];
+  OnlineSoftmax<T> softmax[kRowTiles];
 
   __device__ Cta(const KernelParams& kernel_params, SharedStorage<Config>& storage)
       : params(kernel_params), p(kernel_params.problem), smem(storage) {}
@@ -62,7 +63,7 @@ struct Cta {
   // The warp's first row in the tile.
   __device__ __forceinline__ static int warp_row() { return computed_here(threadIdx.x) / 32 * Config::kWarpRows; }
 
-  __device__ __forceinline__ plan::Header& header() const { return *reinterpret_cast<plan::Header*>(params.plan); }
+  __device__ __forceinline__ plan::Header& header() const { return *smem.header; }
 
   // ---- The work ----
 
@@ -144,6 +145,11 @@ struct Cta {
       work.last_key += Config::kTileQ;
     }
     return work;
+  }
+
+  // By its offset in bytes: the only register that the main loop spends on it.
+  __device__ __forceinline__ Work& work_at(uint32_t offset) const {
+    return *reinterpret_cast<Work*>(reinterpret_cast<char*>(smem.work) + offset);
   }
 
   // The next tile of work, in two steps over the last key tiles of this one, so that neither waits for the one before.
@@ -233,17 +239,14 @@ struct Cta {
 
   // beside(step) is called in each step, between the fragments of Q and the products.
   template <typename Beside>
-  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kBlocksS][4], int32_t tile, Beside beside) const {
+  __device__ __forceinline__ void scores(float (&s)[kRowTiles][kSizeS], int32_t tile, Beside beside) const {
     const MatrixRow a = row_by_row(lane()), b = column_by_column(lane());
     const uint32_t q_from = smem_address(smem.q) + LayoutQK::offset(warp_row() + a.row, a.chunk);
     const uint32_t k_from = address_of_k(tile) + LayoutQK::offset(b.row, b.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kBlocksS; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
-      }
+      for (int i = 0; i < kSizeS; ++i) s[m][i] = 0.0f;
     }
 #pragma unroll
     for (int step = 0; step < kStepsQK; ++step) {
@@ -259,45 +262,40 @@ struct Cta {
         load_matrices(k, LayoutQK::at_step(k_from, step) + n * 8 * LayoutQK::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          multiply_add<T>(s[m][n], q[m], k[0], k[1]);
-          multiply_add<T>(s[m][n + 1], q[m], k[2], k[3]);
+          multiply_add<T>(s[m] + 4 * n, q[m], k[0], k[1]);
+          multiply_add<T>(s[m] + 4 * n + 4, q[m], k[2], k[3]);
         }
       }
     }
   }
 
-  // The weights of two blocks of columns from `begin` on, as operand A.
-  template <int kBlocks>
-  __device__ __forceinline__ static void pack_weights(const float (&w)[kRowTiles][kBlocks][4], int begin,
-                                                      uint32_t (&packed)[kRowTiles][4]) {
+  // Takes the weights of two blocks of columns from `begin` on, and packs them as operand A.
+  template <int kSize>
+  __device__ __forceinline__ static void weigh(OnlineSoftmax<T> (&softmax)[kRowTiles], float (&s)[kRowTiles][kSize],
+                                               int begin, uint32_t (&weights)[kRowTiles][4]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float *low = w[m][begin], *high = w[m][begin + 1];
-      packed[m][0] = pack<T>(low[0], low[1]);
-      packed[m][1] = pack<T>(low[2], low[3]);
-      packed[m][2] = pack<T>(high[0], high[1]);
-      packed[m][3] = pack<T>(high[2], high[3]);
+      softmax[m].weigh(s[m], begin, 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[m][i] = pack<T>(s[m][4 * begin + 2 * i], s[m][4 * begin + 2 * i + 1]);
     }
   }
 
   // O += P V, each step's exponentials beside the products of the step before. `weights` has the first step's.
-  __device__ __forceinline__ void add_values(float (&s)[kRowTiles][kBlocksS][4], uint32_t (&weights)[kRowTiles][4]) {
+  __device__ __forceinline__ void add_values(float (&s)[kRowTiles][kSizeS], uint32_t (&weights)[kRowTiles][4]) {
     const MatrixRow b = row_by_row(lane());
     const uint32_t v_from = smem_address(smem.v) + LayoutV::offset(b.row, b.chunk);
 #pragma unroll
     for (int step = 0; step < kStepsPV; ++step) {
-      if (step > 0) {
-        softmax.weigh(s, 2 * step, 2, params.scale_log2);
-        pack_weights(s, 2 * step, weights);
-      }
+      if (step > 0) weigh(softmax, s, 2 * step, weights);
 #pragma unroll
       for (int n = 0; n < kBlocksV; n += 2) {
         uint32_t v[4];
         load_matrices_transposed(v, LayoutV::at_step(v_from, n / 2) + step * 16 * LayoutV::kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          multiply_add<T>(o[m][n], weights[m], v[0], v[1]);
-          multiply_add<T>(o[m][n + 1], weights[m], v[2], v[3]);
+          multiply_add<T>(o[m] + 4 * n, weights[m], v[0], v[1]);
+          multiply_add<T>(o[m] + 4 * n + 4, weights[m], v[2], v[3]);
         }
       }
     }
@@ -306,7 +304,7 @@ struct Cta {
   // ---- One tile ----
 
   // The scores of a plain tile, with the copies of V and then of the next K beside the products: a round for each step.
-  __device__ __forceinline__ void scores_and_loads(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
+  __device__ __forceinline__ void scores_and_loads(float (&s)[kRowTiles][kSizeS], const Work& work,
                                                    int32_t tile) const {
     WholeV v = whole_v(work, tile);
     WholeK k = whole_k(work, tile + 1);
@@ -324,50 +322,97 @@ struct Cta {
   }
 
   // What is done with scores before their softmax.
-  __device__ __forceinline__ void apply_factor_and_mask(float (&s)[kRowTiles][kBlocksS][4], const Work& work,
+  __device__ __forceinline__ void apply_factor_and_mask(float (&s)[kRowTiles][kSizeS], const Work& work,
                                                         int32_t first_key) const {
     if (params.factor != 1.0f) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int n = 0; n < kBlocksS; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) s[m][n][i] *= params.factor;
-        }
+        for (int i = 0; i < kSizeS; ++i) s[m][i] *= params.factor;
       }
     }
     if (first_key + kTileKV - 1 > limit(work, warp_row())) {
-      const int row = warp_row() + accumulator_row(lane(), 0);
-      mask(s, lane(), [&](int m, int r) { return limit(work, row + m * 16 + r * 8) - first_key; });
+      const int32_t row = warp_row() + accumulator_row(lane(), 0);
+      const int32_t column = first_key + accumulator_column(lane(), 0);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int32_t last[2] = {limit(work, row + m * 16) - column, limit(work, row + m * 16 + 8) - column};
+        mask(s[m], last);
+      }
     }
   }
 
-  // The weights of the first 16 keys, packed, and the softmax after them.
-  __device__ __forceinline__ OnlineSoftmax<kRowTiles> weigh_first(const float (&s)[kRowTiles][kBlocksS][4],
-                                                                  uint32_t (&weights)[kRowTiles][4]) const {
-    float w[kRowTiles][2][4];
+  // References lie in shared memory: registers hold them from scores to exponents alone.
+  __device__ __forceinline__ float* references_of_quad() const {
+    const uint32_t thread = computed_here(threadIdx.x);
+    return smem.references[thread / 32][thread % 32 / 4];
+  }
+
+  __device__ __forceinline__ void load_references() {
+    const float* const references = references_of_quad();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) w[m][i / 4][i % 4] = s[m][i / 4][i % 4];
+      for (int r = 0; r < 2; ++r) softmax[m].reference[r] = references[2 * m + r];
     }
-    OnlineSoftmax<kRowTiles> weighed = softmax;
-    weighed.weigh(w, 0, 2, params.scale_log2);
-    pack_weights(w, 0, weights);
-    return weighed;
   }
 
-  // Sees to references that suit the scores, and takes the weights of the first 16 keys. Those do not wait for the vote
-  // on the references: it seldom raises one, and then they are taken again.
-  __device__ __forceinline__ void begin_softmax(const float (&s)[kRowTiles][kBlocksS][4],
-                                                uint32_t (&weights)[kRowTiles][4]) {
-    float top[kRowTiles][2];
-    OnlineSoftmax<kRowTiles> weighed = weigh_first(s, weights);
-    if (softmax.must_raise(s, params.scale_log2, top)) {
-      softmax.raise_references(top, o, params.scale_log2);
-      weighed = weigh_first(s, weights);
+  __device__ __forceinline__ void store_references() {
+    __syncwarp();
+    if (lane() % 4 == 0) {
+      float* const references = references_of_quad();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) references[2 * m + r] = softmax[m].reference[r];
+      }
     }
-    softmax = weighed;
+    __syncwarp();
+  }
+
+  // Turns the scores of the first tile into exponents and takes the weights of its first 16 keys.
+  __device__ __forceinline__ void softmax_of_first_tile(float (&s)[kRowTiles][kSizeS],
+                                                        uint32_t (&weights)[kRowTiles][4]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) softmax[m].first(s[m], params.scale_log2);
+    store_references();
+    weigh_first(s, weights, softmax);
+  }
+
+  // The same for the tiles after it. Weights of the first 16 keys do not wait for the vote on the references: it seldom
+  // raises one, and then they are taken again.
+  __device__ __forceinline__ void softmax_of_next_tile(float (&s)[kRowTiles][kSizeS],
+                                                       uint32_t (&weights)[kRowTiles][4]) {
+    load_references();
+    bool must_raise = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) must_raise |= softmax[m].shift(s[m], params.scale_log2);
+    OnlineSoftmax<T> weighed[kRowTiles];
+    weigh_first(s, weights, weighed);
+    if (__any_sync(~0u, must_raise)) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) softmax[m].raise(s[m], o[m]);
+      store_references();
+      weigh_first(s, weights, weighed);
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) softmax[m].sum[r] = weighed[m].sum[r];
+    }
+  }
+
+  // The weights of the first 16 keys, and the softmax after them.
+  __device__ __forceinline__ void weigh_first(const float (&s)[kRowTiles][kSizeS], uint32_t (&weights)[kRowTiles][4],
+                                              OnlineSoftmax<T> (&weighed)[kRowTiles]) const {
+    float w[kRowTiles][8];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w[m][i] = s[m][i];
+      weighed[m] = softmax[m];
+    }
+    weigh(weighed, w, 0, weights);
   }
 
   // One key tile. kPlain: one of the plain_tiles(). A warp that sees none of its keys takes part in the copies alone.
@@ -375,7 +420,7 @@ struct Cta {
   __device__ __forceinline__ void run_key_tile(const Work& work, Work& next, int32_t tile) {
     const int32_t first_key = tile * kTileKV;
     const bool active = kPlain ? warp_row() < work.q_rows : is_active(work, first_key);
-    float s[kRowTiles][kBlocksS][4];
+    float s[kRowTiles][kSizeS];
     uint32_t weights[kRowTiles][4];
     wait_for_copies();
     __syncthreads();  // K is there, and Q; the V before it is not read any more, nor is the tile before
@@ -388,7 +433,8 @@ struct Cta {
         scores(s, tile, [](int) {});
         apply_factor_and_mask(s, work, first_key);
       }
-      begin_softmax(s, weights);
+      if (!kPlain && tile == 0) softmax_of_first_tile(s, weights);
+      if (kPlain || tile > 0) softmax_of_next_tile(s, weights);
     }
     wait_for_all_groups_but_last();
     __syncthreads();  // V is there, and `next`; K is not read any more, nor is Q after the last one
@@ -402,25 +448,24 @@ struct Cta {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int n = 0; n < kBlocksV; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[m][n][i] = 0.0f;
-      }
+      for (int i = 0; i < kSizeO; ++i) o[m][i] = 0.0f;
+      softmax[m].start();
     }
-    softmax.start();
+    store_references();
 
     if (work.tiles == 0) {
       __syncthreads();  // `next` was the tile before, which is written now
       prepare_next(work, next, true, true);
       __syncthreads();
     }
-    int32_t tile = 0;
-    if constexpr (kAhead) {
 #pragma unroll 1
-      for (; tile < work.plain_tiles; ++tile) run_key_tile<true>(work, next, tile);
+    for (int32_t tile = 0; tile < work.tiles; tile = (int32_t)computed_here(tile + 1)) {
+      run_key_tile<false>(work, next, tile);
+      if constexpr (kAhead) {
+#pragma unroll 1
+        while (tile + 1 < work.plain_tiles) run_key_tile<true>(work, next, ++tile);
+      }
     }
-#pragma unroll 1
-    for (; tile < work.tiles; ++tile) run_key_tile<false>(work, next, tile);
     start_loads(next);
     write_tile(work);
   }
@@ -428,14 +473,14 @@ struct Cta {
   // False: the rows of m16 tile m wait for other pieces of the item.
   __device__ __forceinline__ bool combine(int32_t ticket, int m) {
     static_assert(kRowsThatMeet == 16, "an m16 tile");
-    constexpr int kSize = kBlocksV * 4, kWordsAtOnce = 4;
+    constexpr int kWordsAtOnce = 4;
     return combine_pieces<kWordsAtOnce>(params.plan, smem.tickets.split_end, params.partials, ticket,
-                                        warp_row() / 16 + m, reinterpret_cast<float (&)[kSize]>(o[m]),
-                                        softmax.reference[m], softmax.sum[m],
+                                        warp_row() / 16 + m, o[m], softmax[m].reference, softmax[m].sum,
                                         [](float before, float now) { return exp2_approx(before - now); });
   }
 
   __device__ __forceinline__ void write_tile(const Work& work) {
+    load_references();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       if (work.piece != kWhole && !combine(work.piece, m)) continue;
@@ -443,9 +488,9 @@ struct Cta {
       for (int r = 0; r < 2; ++r) {
         const int32_t row_in_tile = warp_row() + m * 16 + accumulator_row(lane(), 2 * r);
         const int64_t row = (int64_t)work.q_row + row_in_tile;
-        const float total = softmax.total(m, r);
+        const float total = softmax[m].total(r);
         const RowWeights weights = finish_row(p, p.accumulate, p.lse.data != nullptr, row, work.head, total,
-                                              softmax.lse(m, r, total), row_in_tile < rows_of_tile(work));
+                                              softmax[m].lse(r, total), row_in_tile < rows_of_tile(work));
         write_row<T>(p, row, work.head, o[m], r, weights, params.out_aligned);
       }
     }
@@ -453,13 +498,16 @@ struct Cta {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
+      smem.header = reinterpret_cast<plan::Header*>(params.plan);
       smem.tickets = tickets();
       smem.work[0] = completed(first_of_ticket((int32_t)blockIdx.x));
     }
     __syncthreads();
     start_loads(smem.work[0]);
 #pragma unroll 1
-    for (int slot = 0; smem.work[slot].q_rows > 0; slot ^= 1) run_tile(smem.work[slot], smem.work[slot ^ 1]);
+    for (uint32_t at = computed_here(0); work_at(at).q_rows > 0; at = computed_here(at ^ sizeof(Work))) {
+      run_tile(work_at(at), work_at(at ^ sizeof(Work)));
+    }
     // The last CTA to finish resets the counters, so that the plan serves the next layer.
     if (threadIdx.x == 0 && atomicAdd(&header().finished[0], 1) == (int32_t)gridDim.x - 1) {
       header().ticket[0] = 0;

@@ -79,25 +79,20 @@ struct OnlineSoftmax {
   // Exactly nothing for the others.
   template <int kSize, int kOutputs>
   __device__ __forceinline__ void raise(float (&s)[kSize], float (&o)[kOutputs]) {
+    float by[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float top = row_maximum(s, r);
       const float raised = __float_as_int(top) >= __float_as_int(kLimit) ? reference[r] + (top + kAbove) : reference[r];
-      const float delta = raised - reference[r];  // as it was rounded: of earlier weights and of these
-      const float factor = exp2_approx(-delta);
+      by[r] = raised - reference[r];  // as it was rounded: for earlier weights and for these
+      factor[r] = exp2_approx(-by[r]);
       reference[r] = raised;
-      sum[r] = __fmul_rn(sum[r], factor);  // the same bits wherever it is inlined
-#pragma unroll
-      for (int i = 2 * r; i < kSize; i += 4) {
-        s[i] -= delta;
-        s[i + 1] -= delta;
-      }
-#pragma unroll
-      for (int i = 2 * r; i < kOutputs; i += 4) {
-        o[i] *= factor;
-        o[i + 1] *= factor;
-      }
+      sum[r] = __fmul_rn(sum[r], factor[r]);  // the same bits wherever it is inlined
     }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] -= by[i / 2 % 2];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) o[i] *= factor[i / 2 % 2];
   }
 
   // Turns the exponents of `count` blocks of 8 columns from `begin` on into weights.

@@ -50,13 +50,12 @@ __device__ __forceinline__ float4* partial_of(float4* partials, int32_t slot, in
 
 // Replaces a lane's part of rows [16 group, 16 group + 16) of a piece by that of the whole item, if this warp is the
 // last; otherwise returns false. Of o[4 i .. 4 i + 3] the first two are of the lane's first row, the last two of its
-// second; `reference` and `sum` are of its weights. `split_end` is the header's. rescaling(before, now) is the factor
-// for what was summed against the reference `before` when it becomes `now`. Loads kWordsAtOnce words of a piece at
-// once.
-template <int kWordsAtOnce, int kSize, typename Rescaling>
+// second; `reference` and `sum` are of its weights, 2^(x - reference). `split_end` is the header's. Loads kWordsAtOnce
+// words of a piece at once.
+template <int kWordsAtOnce, int kSize>
 __device__ __forceinline__ bool combine_pieces(int32_t* plan, const int32_t (&split_end)[plan::kNumSplitClasses],
                                                float4* partials, int32_t ticket, int group, float (&o)[kSize],
-                                               float (&reference)[2], float (&sum)[2], Rescaling rescaling) {
+                                               float (&reference)[2], float (&sum)[2]) {
   constexpr int kHeadDimV = 2 * kSize, kAccumulatorWords = accumulator_words(kHeadDimV);
   static_assert(kAccumulatorWords % kWordsAtOnce == 0, "");
   int32_t* const meetings = plan + plan::kHeaderInts;
@@ -99,7 +98,7 @@ __device__ __forceinline__ bool combine_pieces(int32_t* plan, const int32_t (&sp
     for (int i = 0; i < piece.num_splits; ++i) {
       const float4* const from = partial_of<kHeadDimV>(partials, first_slot + i, group);
       const float4 state = __ldcg(from + kAccumulatorWords * 32);
-      const float weight[2] = {rescaling(state.x, top[0]), rescaling(state.z, top[1])};
+      const float weight[2] = {exp2_approx(state.x - top[0]), exp2_approx(state.z - top[1])};
       if (begin == 0) {
         sum[0] = fmaf(weight[0], state.y, sum[0]);
         sum[1] = fmaf(weight[1], state.w, sum[1]);

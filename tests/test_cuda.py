@@ -344,6 +344,21 @@ def test_random_large_logits(scale: float, causal: bool, dtype: torch.dtype, dev
     check(make_inputs(replace(MIXED, causal=causal), dtype, device, scale=scale))
 
 
+@BOTH_MASKS
+@pytest.mark.parametrize("rise", [30.0, 300.0])
+def test_logits_that_rise_along_the_keys(rise: float, causal: bool, dtype: torch.dtype, device: str) -> None:
+    """The reference of some rows' weights is raised again and again. Their neighbours in a warp don't notice."""
+    inputs = make_inputs(Case("rising", (300, 5), (1500, 900), 2, causal), dtype, device)
+    rises = torch.arange(305, device=device) % 3 == 0
+    inputs.k[..., 0] = torch.linspace(0, 8, 2400, device=device)[:, None]
+    inputs.q[..., 0] = torch.where(rises, rise / 8 / inputs.scale, 0.0)[:, None]
+    out, lse = check(inputs)
+    inputs.q[rises] = 0
+    calm = ~rises
+    got_out, got_lse = run(inputs)
+    assert_same((got_out[calm], got_lse[:, calm]), (out[calm], lse[:, calm]))
+
+
 def test_lse_of_a_long_sequence(dtype: torch.dtype, device: str) -> None:
     """512 key tiles, logits of a few hundred: float32 must do for all of it."""
     check(make_inputs(Case("long", (16,), (65536,), 1, True), dtype, device, scale=5.0))

@@ -475,8 +475,7 @@ struct Cta {
     static_assert(kRowsThatMeet == 16, "an m16 tile");
     constexpr int kWordsAtOnce = 4;
     return combine_pieces<kWordsAtOnce>(params.plan, smem.tickets.split_end, params.partials, ticket,
-                                        warp_row() / 16 + m, o[m], softmax[m].reference, softmax[m].sum,
-                                        [](float before, float now) { return exp2_approx(before - now); });
+                                        warp_row() / 16 + m, o[m], softmax[m].reference, softmax[m].sum);
   }
 
   __device__ __forceinline__ void write_tile(const Work& work) {

@@ -36,6 +36,8 @@ struct TileConfig {
   static constexpr bool kPingPong = kConsumers == 2;
   // Of the next tile, into the L2. It costs 8 % on items of one key tile.
   static constexpr bool kPrefetchQ = kConsumers == 2;
+  // Finished rows leave through a stage of V, and what they are merged into comes through it, where they fit one.
+  static constexpr bool kStoresByTma = kTileKV >= kTileQ;
   // Short sequences have no split items.
   static constexpr bool kSplits = kConsumers == 2;
 

@@ -5,9 +5,16 @@
 #include "params.h"
 #include "sm90/config.h"
 #include "sm90/ptx.h"
-#include "sm90/softmax.cuh"
 
 namespace mla_prefill::sm90 {
+
+// The first of a thread's two rows in a warpgroup's accumulator; the other one is 8 rows on.
+__device__ __forceinline__ int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+
+struct RowSums {
+  float sum[2];  // of a row's weights, 0 where it saw no key
+  float lse[2];  // natural log of the sum of exp(logit), -inf where it saw no key
+};
 
 template <typename T, bool kAccumulate, int kSize>
 __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
@@ -49,6 +56,45 @@ __device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& t
     write_rows<T, true>(p, tile, first_row, thread, o, sums);
   } else {
     write_rows<T, false>(p, tile, first_row, thread, o, sums);
+  }
+}
+
+// How a thread's two rows enter out; writes their lse.
+__device__ __forceinline__ void finish_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
+                                            const RowSums& sums, RowWeights (&weights)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
+    weights[r] = finish_row(p, p.accumulate, p.lse.data != nullptr, (int64_t)tile.q_row + row_in_tile, tile.head,
+                            sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
+  }
+}
+
+// Puts finished rows of a warpgroup in shared memory, in place of what they are merged into. They are boxes of 64
+// columns with 128-byte swizzle, kBoxBytes each.
+template <typename T, bool kAccumulate, uint32_t kBoxBytes, int kSize>
+__device__ __forceinline__ void stage_rows(uint32_t boxes, int thread, const float (&o)[kSize],
+                                           const RowWeights (&weights)[2]) {
+  // Matrices are the warp's first and last eight rows of a block of 8 columns, then of the next block.
+  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16 ^ lane % 8;
+  const uint32_t rows = boxes + row * kBoxColumns * sizeof(T);
+#pragma unroll
+  for (int block = 0; block < kSize / 4; block += 2) {
+    const uint32_t at = rows + block / 8 * kBoxBytes + ((block % 8 ^ chunk) << 4);
+    uint32_t x[4];
+    if (kAccumulate) load_matrices(x, at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const RowWeights& w = weights[i % 2];
+      const float* own = o + block * 4 + 2 * i;
+      if (!kAccumulate) {
+        x[i] = pack<T>(own[0] * w.own, own[1] * w.own);
+      } else if (w.store) {
+        const float2 held = unpack<T>(w.running != 0.0f ? x[i] : 0);  // of a dead state it may be anything
+        x[i] = pack<T>(fmaf(w.running, held.x, own[0] * w.own), fmaf(w.running, held.y, own[1] * w.own));
+      }
+    }
+    store_matrices(at, x);
   }
 }
 

@@ -5,18 +5,18 @@
 // items, after the others, as two teams of one consumer each, where the variant has a tile for them. A producer takes
 // items from the plan, hands each of their tiles over through shared memory and loads Q, K and V; the consumers compute
 //
-//   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - max)  in registers      O += P V  (P from registers)
+//   S = Q K^T  (wgmma, both from shared memory)      P = exp2(S - reference)  in registers      O += P V
 //
-// from the last key tile, where the mask is, to the first. QK of the next key tile is issued before the softmax of this
+// from the first key tile to the last, where the mask is. QK of the next key tile is issued before the softmax of this
 // one.
 #pragma once
 
+#include "cuda_softmax.cuh"
 #include "cuda_split.cuh"
 #include "params.h"
 #include "sm90/config.h"
 #include "sm90/epilogue.cuh"
 #include "sm90/ptx.h"
-#include "sm90/softmax.cuh"
 #include "sm90/tensor_map.h"
 #include "sm90/wgmma.h"
 
@@ -27,7 +27,7 @@ struct KeyMaps {
 };
 
 struct KernelParams {
-  CUtensorMap q;
+  CUtensorMap q, out;             // in boxes of kWarpgroupRows rows
   KeyMaps long_keys, short_keys;  // in boxes of kTileKV rows
   PrefillParams problem;
   int32_t* plan;     // header and items; the header's counters move
@@ -93,7 +93,7 @@ template <typename T, typename Variant, typename Config>
 struct Producer {
   using Tensors = sm90::Tensors<T, Variant, Config>;
   static constexpr int kBoxesQK = Variant::kBoxesQK, kBoxesV = Variant::kBoxesV;
-  static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);
+  static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);  // of out too
   static constexpr uint32_t kBoxBytesKV = Config::kTileKV * kBoxColumns * sizeof(T);
 
   struct Item {
@@ -210,6 +210,23 @@ struct Producer {
     v_ring.advance();
   }
 
+  // The finished rows' stage: the consumers see to it, but for what the rows are merged into.
+  __device__ __forceinline__ void pass_out(const Item& item, int head) {
+    if (p.problem.accumulate) {
+      const uint32_t full = smem_address(&channels.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
+      barrier_wait(smem_address(&channels.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
+      if (leader) {
+        barrier_arrive_expect(full, Config::kConsumers * kBoxesV * kBoxBytesQ);
+#pragma unroll
+        for (int i = 0; i < Config::kConsumers * kBoxesV; ++i) {
+          load_box(to + i * kBoxBytesQ, &p.out, full, i % kBoxesV * kBoxColumns, head, item.q_row, item.q_rows,
+                   i / kBoxesV * kWarpgroupRows);
+        }
+      }
+    }
+    v_ring.advance();
+  }
+
   __device__ __forceinline__ void publish(const Item& item, int head, const KeyTiles& tiles) {
     barrier_wait(smem_address(&channels.tile_empty[tile_ring.stage()]), tile_ring.parity() ^ 1);
     if (leader) {
@@ -272,16 +289,17 @@ struct Producer {
       for (int i = 0; i < heads; ++i) {
         const int head = item.head_begin + i;
         publish(item, head, tiles);
-        load_k(item, head, tiles.end - 1);
+        load_k(item, head, tiles.first);
         load_q(item, head);
         prepare_next(next, --tiles_left);
         if (i + 1 < heads) prefetch_q(item, head + 1);
-        for (int j = tiles.end - 2; j >= tiles.first; --j) {
+        for (int j = tiles.first + 1; j < tiles.end; ++j) {
           load_k(item, head, j);
-          load_v(item, head, j + 1);
+          load_v(item, head, j - 1);
           prepare_next(next, --tiles_left);
         }
-        load_v(item, head, tiles.first);
+        load_v(item, head, tiles.end - 1);
+        if (Config::kStoresByTma) pass_out(item, head);
       }
       prepare_next(next, tiles_left);  // an item without keys
       index = next.index;
@@ -319,7 +337,11 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
 
 // ---- Consumer -------------------------------------------------------------------------------------------------------
 
-enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond = 2 };  // 0 is __syncthreads
+struct RowLimits {
+  int32_t last_key[2];
+};
+
+enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond, kRowsOfFirst, kRowsOfSecond };  // 0 is __syncthreads
 
 template <typename T, typename Variant, typename Config>
 struct Consumer {
@@ -339,6 +361,7 @@ struct Consumer {
   const int index;  // of the consumer in its team
   const int thread = threadIdx.x % kWarpgroupThreads;
   const bool leader = thread == 0;
+  const float scale_log2 = p.problem.scale * kLog2E;
 
   Ring<Config::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
@@ -347,7 +370,7 @@ struct Consumer {
   float s[kTileKV / 2];           // scores of two rows of the thread, then weights
   uint32_t weights[kTileKV / 4];  // the same, packed
   float o[kHeadDimV / 2];
-  OnlineSoftmax<kTileKV> softmax;
+  OnlineSoftmax<T> softmax;
 
   __device__ Consumer(const KernelParams& params, Tensors& tensors, Channels<Config>& team, int consumer)
       : p(params), smem(tensors), channels(team), index(consumer) {
@@ -413,6 +436,11 @@ struct Consumer {
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
   }
 
+  __device__ __forceinline__ void hide_keys(const RowLimits& limits, int j) {
+    const int column = j * kTileKV + thread % 4 * 2;
+    mask(s, {limits.last_key[0] - column, limits.last_key[1] - column});
+  }
+
   __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int i = 0; i < kTileKV / 4; ++i) weights[i] = pack<T>(s[2 * i], s[2 * i + 1]);
@@ -426,7 +454,7 @@ struct Consumer {
     if (Config::kPingPong) named_barrier_arrive(index == 0 ? kTurnOfSecond : kTurnOfFirst, 2 * kWarpgroupThreads);
   }
 
-  // QK of key tile j, PV of tile j + 1 behind it, softmax of j while they run.
+  // QK of key tile j, PV of tile j - 1 behind it, softmax of j while they run.
   template <bool kMasked>
   __device__ __forceinline__ void key_tile(const RowLimits& limits, int j, bool is_last) {
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
@@ -440,11 +468,16 @@ struct Consumer {
     fence_registers(s);
     release_k();
     if (is_last) release_q();
-    softmax.template update<kMasked, false>(s, limits, j * kTileKV, p.problem.scale);
+    if (kMasked) hide_keys(limits, j);
+    if (__any_sync(~0u, softmax.shift(s, scale_log2))) {
+      wgmma_wait<0>();
+      fence_registers(o);
+      softmax.raise(s, o);
+    }
+    softmax.weigh(s, 0, kTileKV / 8);
     wgmma_wait<0>();
     fence_registers(o);
     release_v();
-    softmax.rescale(o);
     pack_weights();
   }
 
@@ -458,59 +491,124 @@ struct Consumer {
 #pragma unroll 1
     while (uniform(taken(1).end_kv_tile) != kNoMoreTiles) {
       const RowLimits limits = row_limits(taken(1));
-      const int first = uniform(taken(1).first_kv_tile), unmasked = uniform(max(unmasked_tiles(taken(1)), first));
-      int j = uniform(taken(1).end_kv_tile) - 1;
+      const int end = uniform(taken(1).end_kv_tile), unmasked_end = uniform(min(unmasked_tiles(taken(1)), end));
+      int j = uniform(taken(1).first_kv_tile);
       release_k();
-      if (j == first) release_q();
-      softmax.template update<true, true>(s, limits, j * kTileKV, p.problem.scale);
+      if (j == end - 1) release_q();
+      if (j >= unmasked_end) hide_keys(limits, j);
+      softmax.first(s, scale_log2);
+      softmax.weigh(s, 0, kTileKV / 8);
       pack_weights();
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) o[i] = 0.0f;
 
-      --j;
+      ++j;
 #pragma unroll 1
-      for (; j >= unmasked; --j) key_tile<true>(limits, j, j == first);
+      for (; j < unmasked_end; ++j) key_tile<false>(limits, j, j == end - 1);
 #pragma unroll 1
-      for (; j >= first; --j) key_tile<false>(limits, j, j == first);
+      for (; j < end; ++j) key_tile<true>(limits, j, j == end - 1);
 
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
       issue_pv();
-      RowSums sums = softmax.finish(p.problem.scale);
+      // What else the finished rows need is seen to while that runs.
+      const RowSums sums = sums_of_rows();
       take_tile();
+      const Tile finished = taken(2);
+      barrier_arrive(smem_address(&channels.tile_empty[(tile_ring.count - 2) % kTileSlots]));
+      const bool by_tma = Config::kStoresByTma && uniform(finished.piece) == kWhole;
+      RowWeights row_weights[2];
+      if (by_tma) finish_rows(p.problem, finished, first_row(), thread, sums, row_weights);
+      wait_for_out();
       wgmma_wait<0>();
       fence_registers(o);
       release_v();
-      write_finished(sums);
+      if (by_tma) {
+        store_by_tma(finished, row_weights);
+      } else {
+        write_finished(finished, sums);
+      }
       wait_for_first_k();
       issue_qk();
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);
+      release_out();
     }
     if (Config::kPingPong && index == 0) named_barrier_sync(kTurnOfFirst, 2 * kWarpgroupThreads);
   }
 
-  // The rows of the tile before the last one taken.
-  __device__ __forceinline__ void write_finished(RowSums sums) {
-    const Tile tile = taken(2);
-    barrier_arrive(smem_address(&channels.tile_empty[(tile_ring.count - 2) % kTileSlots]));
+  __device__ __forceinline__ RowSums sums_of_rows() const {
+    RowSums sums;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sums.sum[r] = softmax.total(r);
+      sums.lse[r] = softmax.lse(r, sums.sum[r]);
+    }
+    return sums;
+  }
+
+  // ---- Finished rows ----
+
+  __device__ __forceinline__ int first_row() const { return index * kWarpgroupRows; }
+
+  // Where they leave by TMA, the stage of V behind a tile's last one is theirs. What they are merged into comes there
+  // as V does; if there is nothing, it is waited for as the producer would, and its turn in v_full passes unseen.
+  // Either way it is given back like one that was read.
+  __device__ __forceinline__ void wait_for_out() {
+    if (!Config::kStoresByTma) return;
+    Ring<Config::kStages> ring = v_ring;  // at the tile's last V
+    ring.advance();
+    if (p.problem.accumulate) {
+      barrier_wait(smem_address(&channels.v_full[ring.stage()]), ring.parity());
+    } else {
+      barrier_wait(smem_address(&channels.v_empty[ring.stage()]), ring.parity() ^ 1);
+      if (leader && index == 0) barrier_arrive(smem_address(&channels.v_full[ring.stage()]));
+    }
+  }
+
+  __device__ __forceinline__ void release_out() {
+    if (!Config::kStoresByTma) return;
+    if (leader) tma_stores_have_read();
+    release_v();
+  }
+
+  __device__ __forceinline__ void store_by_tma(const Tile& tile, const RowWeights (&row_weights)[2]) {
+    constexpr uint32_t kBoxBytes = kWarpgroupRows * kBoxColumns * sizeof(T);
+    const uint32_t boxes = smem_address(smem.v[v_ring.stage()]) + index * Variant::kBoxesV * kBoxBytes;
+    if (p.problem.accumulate) {
+      stage_rows<T, true, kBoxBytes>(boxes, thread, o, row_weights);
+    } else {
+      stage_rows<T, false, kBoxBytes>(boxes, thread, o, row_weights);
+    }
+    tma_store_fence();
+    named_barrier_sync(threadIdx.x < 2 * kWarpgroupThreads ? kRowsOfFirst : kRowsOfSecond, kWarpgroupThreads);
+    if (!leader) return;
+#pragma unroll
+    for (int box = 0; box < Variant::kBoxesV; ++box) {
+      // As in load_box: rows past the sequence's end are out of bounds, and not written.
+      tma_store(&p.out, boxes + box * kBoxBytes, box * kBoxColumns, tile.head,
+                kRaggedOrigin - tile.q_rows + first_row(), tile.q_row + tile.q_rows, kRaggedOrigin);
+    }
+    tma_commit_stores();
+  }
+
+  // Of a split item, once the other pieces have come.
+  __device__ __forceinline__ void write_finished(const Tile& tile, RowSums sums) {
     if (Config::kSplits && tile.piece != kWhole) {
       const int warp = index * (kWarpgroupThreads / 32) + thread / 32;
-      if (!combine_pieces<kWordsAtOnce>(
-              p.plan, reinterpret_cast<const plan::Header*>(p.plan)->split_end, p.partials, tile.piece, warp, o,
-              softmax.max, softmax.sum,
-              [scale = p.problem.scale](float before, float now) { return rescaling(before, now, scale); })) {
+      if (!combine_pieces<kWordsAtOnce>(p.plan, reinterpret_cast<const plan::Header*>(p.plan)->split_end, p.partials,
+                                        tile.piece, warp, o, softmax.reference, softmax.sum)) {
         return;
       }
-      sums = softmax.finish(p.problem.scale);
+      sums = sums_of_rows();
     }
-    write_tile<T>(p.problem, tile, index * kWarpgroupRows, thread, o, sums);
+    write_tile<T>(p.problem, tile, first_row(), thread, o, sums);
   }
 
   // The last key that this thread's two rows see.
   __device__ __forceinline__ RowLimits row_limits(const Tile& tile) const {
-    const int row = index * kWarpgroupRows + fragment_row(thread);
+    const int row = first_row() + fragment_row(thread);
     return {min(tile.keys - 1, tile.last_key + row), min(tile.keys - 1, tile.last_key + row + 8)};
   }
 

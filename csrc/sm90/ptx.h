@@ -87,10 +87,45 @@ __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// From shared memory, which stays as it is until tma_stores_have_read().
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int c0, int c1, int c2, int c3,
+                                          int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+__device__ __forceinline__ void tma_stores_have_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Shows TMA what this thread has written to shared memory.
+__device__ __forceinline__ void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // Into the L2 only.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3, int c4) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(c0),
                "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+               : "memory");
+}
+
+// ---- shared memory --------------------------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8, and holds of each
+// matrix columns 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
                : "memory");
 }
 

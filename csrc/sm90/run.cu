@@ -58,7 +58,9 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
            (!params.split_k || make_ragged_map(&maps.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
            make_ragged_map(&maps.v, p.v, p.dtype, p.dim_v, p.num_heads, tile_kv);
   };
-  bool mapped = make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows);
+  const ConstRows out = {p.out.data, p.out.row_stride, p.out.head_stride};
+  bool mapped = make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows) &&
+                make_ragged_map(&params.out, out, p.dtype, p.dim_v, p.num_heads, kWarpgroupRows);
   cudaError_t status = cudaSuccess;
   with_variant(p.dim_qk, p.dim_v, [&](auto variant) {
     using Variant = decltype(variant);
@@ -66,7 +68,7 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
     if constexpr (Variant::kHasShortTile) mapped = mapped && map_keys(params.short_keys, Variant::ShortTile::kTileKV);
     if (mapped) status = launch_dtype<Variant>(params, num_sms, stream);
   });
-  if (!mapped) return "q, k, v: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
+  if (!mapped) return "q, k, v, out: expected tensors that a TMA descriptor can describe, got a refusal of the driver";
   if (status != cudaSuccess) return std::string("ragged_prefill: the launch failed: ") + cudaGetErrorString(status);
   return "";
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cuda_rows.cuh"
 #include "params.h"
 #include "plan/plan.h"
 

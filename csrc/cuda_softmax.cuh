@@ -114,7 +114,9 @@ struct OnlineSoftmax {
 
   // Natural log of the sum of exp(logit), -inf where the row saw no key.
   __device__ __forceinline__ float lse(int r, float total) const {
-    return total == 0.0f ? -INFINITY : (reference[r] + __log2f(total)) * kLn2;
+    // In units of what a key weighs that set the reference: of that one alone the logarithm is exactly 0.
+    constexpr float kUnit = kSignTells ? 256.0f : 1.0f;  // 2^kAbove
+    return total == 0.0f ? -INFINITY : (reference[r] - kAbove + __log2f(total * kUnit)) * kLn2;
   }
 
  private:

@@ -189,6 +189,19 @@ if "hip" in backends:
 class BuildExtension(cpp_extension.BuildExtension):
     """An extension may have ``compiled_apart``: (sources, compile arguments) for other architectures than the rest."""
 
+    def run(self) -> None:
+        if torch.version.cuda is None:
+            self.remove_stale_objects()
+        super().run()
+
+    def remove_stale_objects(self) -> None:
+        """torch tracks what CUDA sources include only where it was built with CUDA itself."""
+        newest = max(header.stat().st_mtime for header in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")])
+        for source in sources("csrc/**/*.cu"):
+            built = Path(self.build_temp, source).with_suffix(".o")
+            if built.exists() and built.stat().st_mtime < newest:
+                built.unlink()
+
     def build_extension(self, extension: Extension) -> None:
         for group, arguments in getattr(extension, "compiled_apart", []):
             extension.extra_objects += self.compiler.compile(

@@ -195,9 +195,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().run()
 
     def remove_stale_objects(self) -> None:
-        """torch tracks what CUDA sources include only where it was built with CUDA itself."""
+        """torch tracks what CUDA sources include only where it was built with CUDA itself, HIP sources' never."""
         newest = max(header.stat().st_mtime for header in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")])
-        for source in sources("csrc/**/*.cu"):
+        for source in sources("csrc/**/*.cu", "csrc/**/*.hip"):
             built = Path(self.build_temp, source).with_suffix(".o")
             if built.exists() and built.stat().st_mtime < newest:
                 built.unlink()

@@ -1,13 +1,12 @@
 // Online softmax of the scores of 16 query rows, for the CUDA kernels of ragged_prefill.
 //
-// A lane holds what it holds of an accumulator of mma.m16n8k16, or of a warp in one of wgmma.m64: rows lane / 4 and
-// that
-// + 8. Of s[4 i .. 4 i + 3] the first two are columns 8 i + 2 (lane % 4) and the next of the first row, the last two
-// the same columns of the second. The four lanes of a quad share their rows.
+// A lane holds what it holds of an accumulator of mma.m16n8k16, or of a warp's part of one of wgmma.m64: row lane / 4
+// and the row 8 further on. Of s[4 i .. 4 i + 3] the first two are columns 8 i + 2 (lane % 4) and the next of the first
+// row, the last two the same columns of the second. The four lanes of a quad share their rows.
 #pragma once
 
 #include <cfloat>
-#include <climits>
+#include <cstdint>
 #include <type_traits>
 
 #include "cuda_rows.cuh"
@@ -60,33 +59,35 @@ struct OnlineSoftmax {
     shift(s, scale_log2);
   }
 
-  // Turns scores into exponents. True: one of them reaches the limit, and the warp must raise() references.
+  // Turns scores into exponents. True: one of them reaches the limit, or a row has no reference yet, since all its
+  // scores were -inf. Then the warp must raise() references.
   template <int kSize>
   __device__ __forceinline__ bool shift(float (&s)[kSize], float scale_log2) const {
+    const float shifted_by[2] = {base(0), base(1)};
     int32_t peak = kSignTells ? -1 : INT32_MIN;
 #pragma unroll
     for (int i = 0; i < kSize; i += 2) {
-      const float shifted_by = reference[i / 2 % 2];
-      s[i] = fmaf(s[i], scale_log2, -shifted_by);
-      s[i + 1] = fmaf(s[i + 1], scale_log2, -shifted_by);
+      s[i] = fmaf(s[i], scale_log2, -shifted_by[i / 2 % 2]);
+      s[i + 1] = fmaf(s[i + 1], scale_log2, -shifted_by[i / 2 % 2]);
       const int32_t a = __float_as_int(s[i]), b = __float_as_int(s[i + 1]);
       peak = kSignTells ? peak & a & b : max(max(a, b), peak);
     }
-    return peak >= __float_as_int(kLimit);
+    return peak >= __float_as_int(kLimit) || !has_reference(0) || !has_reference(1);
   }
 
-  // Raises the references of rows whose exponents reach the limit, and rescales `o`, the products with earlier weights.
-  // Exactly nothing for the others.
+  // Raises the references of rows whose exponents reach the limit, or gives them their first, and rescales `o`, the
+  // products with earlier weights. Exactly nothing for the others.
   template <int kSize, int kOutputs>
   __device__ __forceinline__ void raise(float (&s)[kSize], float (&o)[kOutputs]) {
     float by[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float top = row_maximum(s, r);
-      const float raised = __float_as_int(top) >= __float_as_int(kLimit) ? reference[r] + (top + kAbove) : reference[r];
-      by[r] = raised - reference[r];  // as it was rounded: for earlier weights and for these
-      factor[r] = exp2_approx(-by[r]);
-      reference[r] = raised;
+      const bool rises = has_reference(r) ? __float_as_int(top) >= __float_as_int(kLimit) : top != -INFINITY;
+      const float before = base(r), raised = before + (top + kAbove);
+      by[r] = rises ? raised - before : 0.0f;  // as it was rounded: for earlier weights and for these
+      factor[r] = has_reference(r) ? exp2_approx(-by[r]) : 1.0f;  // of nothing
+      if (rises) reference[r] = raised;
       sum[r] = __fmul_rn(sum[r], factor[r]);  // the same bits wherever it is inlined
     }
 #pragma unroll
@@ -120,6 +121,10 @@ struct OnlineSoftmax {
   }
 
  private:
+  __device__ __forceinline__ bool has_reference(int r) const { return reference[r] != kNoReference; }
+
+  __device__ __forceinline__ float base(int r) const { return has_reference(r) ? reference[r] : 0.0f; }
+
   // Of the quad's columns, in four chains: where it is asked for, nothing hides its latency.
   template <int kSize>
   __device__ __forceinline__ static float row_maximum(const float (&s)[kSize], int r) {

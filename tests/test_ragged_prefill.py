@@ -225,6 +225,17 @@ def test_logits_of_a_hundred_thousand(sign: int, dtype: torch.dtype, device: str
         torch.testing.assert_close(lse[:, row].cpu(), expected_lse, rtol=1e-6, atol=0)
 
 
+def test_logits_of_minus_infinity_in_the_first_key_tiles(dtype: torch.dtype, device: str) -> None:
+    """As if those keys were not there. No row has a reference before the second or third key tile."""
+    inputs = make_inputs(Case("hidden", (200,), (700,), 2, False), dtype, device)
+    inputs.q[..., 0].abs_().add_(1)
+    inputs.k[:200, :, 0] = -INF
+    seen = inputs.map_tensors(lambda x: x[200:], "k", "v", "k_pe")
+    expected = check(replace(seen, cu_seqlens_k=cu_seqlens([500], inputs.device)))
+    for got, want in zip(run(inputs), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=2e-3)
+
+
 @pytest.mark.parametrize("jump", [50.0, 8192.0])
 def test_row_maximum_that_rises_in_the_last_key(jump: float, dtype: torch.dtype, device: str) -> None:
     """Everything summed before is scaled down to nothing, without an overflow on the way; and the other way round."""

@@ -45,7 +45,7 @@ struct Work {
   int32_t last_key;  // of row 0 under the causal mask; of row r it is last_key + r
   int32_t head, head_begin, head_end;
   int32_t piece;                    // its ticket, where the item is split; kWhole where it is not
-  int32_t tiles, plain_tiles;       // key tiles, and those of them that have a loop of their own
+  int32_t tiles, plain_tiles;       // key tiles, and those with a loop of their own, tile 0 aside
   const uint16_t *k, *k_right, *v;  // row k_row of the head; k_right: from column kLeftColumns on
 };
 constexpr int32_t kWhole = -1;

@@ -190,9 +190,9 @@ struct Cta {
     }
   }
 
-  template <bool kWhole>
+  template <bool kWholeTiles>
   __device__ __forceinline__ void load_k(const Work& work, int32_t tile) {
-    if constexpr (kWhole) {
+    if constexpr (kWholeTiles) {
       copy_all(whole_k(work, tile));
     } else {
       const int32_t row = tile * kTileKV;
@@ -203,9 +203,9 @@ struct Cta {
     }
   }
 
-  template <bool kWhole>
+  template <bool kWholeTiles>
   __device__ __forceinline__ void load_v(const Work& work, int32_t tile) {
-    if constexpr (kWhole) {
+    if constexpr (kWholeTiles) {
       copy_all(whole_v(work, tile));
     } else {
       const int32_t row = tile * kTileKV;
@@ -216,11 +216,11 @@ struct Cta {
   }
 
   // A group of copies each.
-  template <bool kWhole>
+  template <bool kWholeTiles>
   __device__ __forceinline__ void load_v_and_next_k(const Work& work, int32_t tile) {
-    load_v<kWhole>(work, tile);
+    load_v<kWholeTiles>(work, tile);
     commit_copies();
-    if (kAhead && tile + 1 < work.tiles) load_k<kWhole>(work, tile + 1);
+    if (kAhead && tile + 1 < work.tiles) load_k<kWholeTiles>(work, tile + 1);
     commit_copies();
   }
 

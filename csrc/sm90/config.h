@@ -115,7 +115,7 @@ struct alignas(16) Tile {
 static_assert(sizeof(Tile) == 32, "two 16-byte words");
 constexpr int32_t kNoMoreTiles = -1;
 constexpr int32_t kWhole = -1;
-constexpr int kTileSlots = 4;  // the one being written, the next one, and some room for the producer to run ahead
+constexpr int kTileSlots = 4;  // the one at work, the next one, and some room for the producer to run ahead
 
 template <typename T, typename Variant, typename Config>
 struct alignas(1024) Tensors {

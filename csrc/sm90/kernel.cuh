@@ -210,7 +210,8 @@ struct Producer {
     v_ring.advance();
   }
 
-  // The finished rows' stage: the consumers see to it, but for what the rows are merged into.
+  // The finished rows' stage: the consumers see to it, but for what the rows are merged into. (Pieces have no use for
+  // it.)
   __device__ __forceinline__ void pass_out(const Item& item, int head) {
     if (p.problem.accumulate) {
       const uint32_t full = smem_address(&channels.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
@@ -271,7 +272,7 @@ struct Producer {
   __device__ __forceinline__ void stamp_end() const {
     if (share.timeline == 0) return;
     Ring<Config::kStages> last = v_ring;
-    last.count += Config::kStages - 1;
+    last.count += Config::kStages - (Config::kStoresByTma ? 2 : 1);  // of the last V, behind which rows have a place
     barrier_wait(smem_address(&channels.v_empty[last.stage()]), last.parity() ^ 1);
     stamp(share.end + share.worker);
   }
@@ -418,8 +419,8 @@ struct Consumer {
     if (leader) barrier_arrive(smem_address(&channels.q_empty[index]));
   }
 
-  // Of the tiles that were taken, the last one (1) or one before it. They keep their slots until they are written, to
-  // be read again: there are not the registers to hold them.
+  // Of the tiles that were taken, the last one (1) or one before it. They keep their slots until their last
+  // products, to be read again: there are not the registers to hold them.
   __device__ __forceinline__ Tile& taken(uint32_t back) const {
     return channels.tiles[(tile_ring.count - back) % kTileSlots];
   }

@@ -1,4 +1,5 @@
-// What the CUDA kernels of ragged_prefill do with finished rows alike: numbers, and the way from accumulators to out.
+// What the CUDA kernels of ragged_prefill do with fragments and finished rows alike: numbers, and the way from
+// accumulators to out.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,6 +49,15 @@ __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t packed) {
 template <>
 __device__ __forceinline__ float2 unpack<__half>(uint32_t packed) {
   return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+}
+
+// Four 8 x 8 matrices of 16-bit elements from shared memory. Lane l gives the address of row l % 8 of matrix l / 8, and
+// gets of each matrix columns 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
 }
 
 // How a row enters out: out = own * o + running * out.

@@ -46,13 +46,6 @@ __device__ __forceinline__ void store_16(uint32_t to, uint4 value) {
 
 // ---- Matrices -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
-}
-
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

@@ -17,6 +17,9 @@ static_assert(kHeadDimRope == kBoxColumns, "k_pe is the last box");
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of one consumer warpgroup: wgmma's M
 
+template <typename T>
+constexpr uint32_t kRowsBoxBytes = kWarpgroupRows * kBoxColumns * sizeof(T);  // of a consumer's rows of q and of out
+
 // A CTA has one producer warpgroup and two consumer warpgroups. They form teams of a producer warp and its consumers.
 constexpr int kConsumers = 2;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;

@@ -71,8 +71,8 @@ __device__ __forceinline__ void finish_rows(const PrefillParams& p, const Tile& 
 }
 
 // Puts finished rows of a warpgroup in shared memory, in place of what they are merged into. They are boxes of 64
-// columns with 128-byte swizzle, kBoxBytes each.
-template <typename T, bool kAccumulate, uint32_t kBoxBytes, int kSize>
+// columns with 128-byte swizzle.
+template <typename T, bool kAccumulate, int kSize>
 __device__ __forceinline__ void stage_rows(uint32_t boxes, int thread, const float (&o)[kSize],
                                            const RowWeights (&weights)[2]) {
   // Matrices are the warp's first and last eight rows of a block of 8 columns, then of the next block.
@@ -80,7 +80,7 @@ __device__ __forceinline__ void stage_rows(uint32_t boxes, int thread, const flo
   const uint32_t rows = boxes + row * kBoxColumns * sizeof(T);
 #pragma unroll
   for (int block = 0; block < kSize / 4; block += 2) {
-    const uint32_t at = rows + block / 8 * kBoxBytes + ((block % 8 ^ chunk) << 4);
+    const uint32_t at = rows + block / 8 * kRowsBoxBytes<T> + ((block % 8 ^ chunk) << 4);
     uint32_t x[4];
     if (kAccumulate) load_matrices(x, at);
 #pragma unroll

@@ -93,7 +93,6 @@ template <typename T, typename Variant, typename Config>
 struct Producer {
   using Tensors = sm90::Tensors<T, Variant, Config>;
   static constexpr int kBoxesQK = Variant::kBoxesQK, kBoxesV = Variant::kBoxesV;
-  static constexpr uint32_t kBoxBytesQ = kWarpgroupRows * kBoxColumns * sizeof(T);  // of out too
   static constexpr uint32_t kBoxBytesKV = Config::kTileKV * kBoxColumns * sizeof(T);
 
   struct Item {
@@ -153,7 +152,7 @@ struct Producer {
       const int row = consumer * kWarpgroupRows;
       barrier_wait(smem_address(&channels.q_empty[consumer]), q_parity ^ 1);
       if (leader) {
-        barrier_arrive_expect(full, kBoxesQK * kBoxBytesQ);
+        barrier_arrive_expect(full, kBoxesQK * kRowsBoxBytes<T>);
 #pragma unroll
         for (int box = 0; box < kBoxesQK; ++box) {
           load_box(smem_address(smem.q[box][row]), &p.q, full, box * kBoxColumns, head, item.q_row, item.q_rows, row);
@@ -217,10 +216,10 @@ struct Producer {
       const uint32_t full = smem_address(&channels.v_full[v_ring.stage()]), to = smem_address(smem.v[v_ring.stage()]);
       barrier_wait(smem_address(&channels.v_empty[v_ring.stage()]), v_ring.parity() ^ 1);
       if (leader) {
-        barrier_arrive_expect(full, Config::kConsumers * kBoxesV * kBoxBytesQ);
+        barrier_arrive_expect(full, Config::kConsumers * kBoxesV * kRowsBoxBytes<T>);
 #pragma unroll
         for (int i = 0; i < Config::kConsumers * kBoxesV; ++i) {
-          load_box(to + i * kBoxBytesQ, &p.out, full, i % kBoxesV * kBoxColumns, head, item.q_row, item.q_rows,
+          load_box(to + i * kRowsBoxBytes<T>, &p.out, full, i % kBoxesV * kBoxColumns, head, item.q_row, item.q_rows,
                    i / kBoxesV * kWarpgroupRows);
         }
       }
@@ -575,12 +574,11 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store_by_tma(const Tile& tile, const RowWeights (&row_weights)[2]) {
-    constexpr uint32_t kBoxBytes = kWarpgroupRows * kBoxColumns * sizeof(T);
-    const uint32_t boxes = smem_address(smem.v[v_ring.stage()]) + index * Variant::kBoxesV * kBoxBytes;
+    const uint32_t boxes = smem_address(smem.v[v_ring.stage()]) + index * Variant::kBoxesV * kRowsBoxBytes<T>;
     if (p.problem.accumulate) {
-      stage_rows<T, true, kBoxBytes>(boxes, thread, o, row_weights);
+      stage_rows<T, true>(boxes, thread, o, row_weights);
     } else {
-      stage_rows<T, false, kBoxBytes>(boxes, thread, o, row_weights);
+      stage_rows<T, false>(boxes, thread, o, row_weights);
     }
     tma_store_fence();
     named_barrier_sync(threadIdx.x < 2 * kWarpgroupThreads ? kRowsOfFirst : kRowsOfSecond, kWarpgroupThreads);
@@ -588,13 +586,13 @@ struct Consumer {
 #pragma unroll
     for (int box = 0; box < Variant::kBoxesV; ++box) {
       // As in load_box: rows past the sequence's end are out of bounds, and not written.
-      tma_store(&p.out, boxes + box * kBoxBytes, box * kBoxColumns, tile.head,
+      tma_store(&p.out, boxes + box * kRowsBoxBytes<T>, box * kBoxColumns, tile.head,
                 kRaggedOrigin - tile.q_rows + first_row(), tile.q_row + tile.q_rows, kRaggedOrigin);
     }
     tma_commit_stores();
   }
 
-  // Of a split item, once the other pieces have come.
+  // From registers: rows that don't fit a stage, and those of a split item once its other pieces have come.
   __device__ __forceinline__ void write_finished(const Tile& tile, RowSums sums) {
     if (Config::kSplits && tile.piece != kWhole) {
       const int warp = index * (kWarpgroupThreads / 32) + thread / 32;

@@ -114,15 +114,7 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, int c0, int
 
 // ---- shared memory --------------------------------------------------------------------------------------------------
 
-// Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8, and holds of each
-// matrix columns 2 (l % 4) and the next of row l / 4.
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from)
-               : "memory");
-}
-
+// As load_matrices, the other way.
 __device__ __forceinline__ void store_matrices(uint32_t to, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])

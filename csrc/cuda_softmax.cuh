@@ -65,12 +65,16 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool shift(float (&s)[kSize], float scale_log2) const {
     const float shifted_by[2] = {base(0), base(1)};
     int32_t peak = kSignTells ? -1 : INT32_MIN;
+    // Row by row, so that what is subtracted stays in the operand cache: beside a wgmma register reads are what counts.
 #pragma unroll
-    for (int i = 0; i < kSize; i += 2) {
-      s[i] = fmaf(s[i], scale_log2, -shifted_by[i / 2 % 2]);
-      s[i + 1] = fmaf(s[i + 1], scale_log2, -shifted_by[i / 2 % 2]);
-      const int32_t a = __float_as_int(s[i]), b = __float_as_int(s[i + 1]);
-      peak = kSignTells ? peak & a & b : max(max(a, b), peak);
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int i = 2 * r; i < kSize; i += 4) {
+        s[i] = fmaf(s[i], scale_log2, -shifted_by[r]);
+        s[i + 1] = fmaf(s[i + 1], scale_log2, -shifted_by[r]);
+        const int32_t a = __float_as_int(s[i]), b = __float_as_int(s[i + 1]);
+        peak = kSignTells ? peak & a & b : max(max(a, b), peak);
+      }
     }
     return peak >= __float_as_int(kLimit) || !has_reference(0) || !has_reference(1);
   }

@@ -20,6 +20,18 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2_approx(float x) {  // -inf of 0
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Round to nearest even.
 template <typename T>
 __device__ uint32_t pack(float low, float high);
@@ -60,36 +72,37 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t from) 
                : "memory");
 }
 
-// How a row enters out: out = own * o + running * out.
+// How a finished row enters out, out = own * o + running * out, and its lse then.
 struct RowWeights {
-  float own, running;
+  float own, running, lse;
   bool store;
 };
 
-// Weights of a finished row, merged into the running state where `accumulate`; writes its lse where `has_lse`. Called
-// by whole warps; the first lane of a quad reads and writes for it.
-__device__ __forceinline__ RowWeights finish_row(const PrefillParams& p, bool accumulate, bool has_lse, int64_t row,
-                                                 int head, float sum, float lse, bool valid) {
-  RowWeights weights = {sum == 0.0f ? 0.0f : __fdividef(1.0f, sum), 0.0f, valid};
-  if (!has_lse) return weights;
-  float* const at = p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
-  const bool first_lane = threadIdx.x % 4 == 0;
-  if (accumulate) {
-    float running_lse = first_lane && valid ? *at : 0.0f;
-    running_lse = __shfl_sync(~0u, running_lse, 0, 4);
-    if (!isinf(running_lse)) {               // +inf and -inf both mark an empty state, whatever out holds
-      weights.store = valid && sum != 0.0f;  // a row without keys leaves a live state as it is
-      const float top = fmaxf(running_lse, lse);
-      const float running = exp2_approx((running_lse - top) * kLog2E);
-      const float added = exp2_approx((lse - top) * kLog2E);
-      const float total = running + added;
-      weights.running = running / total;
-      weights.own *= added / total;
-      lse = top + __logf(total);
-    }
-  }
-  if (first_lane && weights.store) *at = lse;
-  return weights;
+__device__ __forceinline__ RowWeights weights_of_row(float sum, float lse, bool valid) {
+  return {sum == 0.0f ? 0.0f : reciprocal_approx(sum), 0.0f, lse, valid};
+}
+
+__device__ __forceinline__ float* lse_of_row(const PrefillParams& p, int64_t row, int head) {
+  return p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride;
+}
+
+// Merges a row into the running state whose lse is there. Whole warps; the first lane of a quad reads for it.
+__device__ __forceinline__ void merge_with_running(RowWeights& w, float sum, const float* at) {
+  float running_lse = threadIdx.x % 4 == 0 && w.store ? *at : 0.0f;
+  running_lse = __shfl_sync(~0u, running_lse, 0, 4);
+  if (isinf(running_lse)) return;    // +inf and -inf both mark an empty state, whatever out holds
+  w.store = w.store && sum != 0.0f;  // a row without keys leaves a live state as it is
+  const float top = fmaxf(running_lse, w.lse);
+  const float running = exp2_approx((running_lse - top) * kLog2E);
+  const float added = exp2_approx((w.lse - top) * kLog2E);
+  const float scale = reciprocal_approx(running + added);
+  w.running = running * scale;
+  w.own *= added * scale;
+  w.lse = top + log2_approx(running + added) * kLn2;
+}
+
+__device__ __forceinline__ void store_lse(const RowWeights& w, float* at) {
+  if (threadIdx.x % 4 == 0 && w.store) *at = w.lse;
 }
 
 // A lane holds one word (two columns) of each of two neighbouring blocks of 8 columns. Afterwards an even lane holds

@@ -117,11 +117,11 @@ struct OnlineSoftmax {
     return half + __shfl_xor_sync(~0u, half, 2);
   }
 
-  // Natural log of the sum of exp(logit), -inf where the row saw no key.
+  // Natural log of the sum of exp(logit). Of a row that saw no key -inf, as the logarithm of 0 is.
   __device__ __forceinline__ float lse(int r, float total) const {
     // In units of what a key weighs that set the reference: of that one alone the logarithm is exactly 0.
     constexpr float kUnit = kSignTells ? 256.0f : 1.0f;  // 2^kAbove
-    return total == 0.0f ? -INFINITY : (reference[r] - kAbove + __log2f(total * kUnit)) * kLn2;
+    return (reference[r] - kAbove + log2_approx(total * kUnit)) * kLn2;
   }
 
  private:

@@ -488,8 +488,10 @@ struct Cta {
         const int32_t row_in_tile = warp_row() + m * 16 + accumulator_row(lane(), 2 * r);
         const int64_t row = (int64_t)work.q_row + row_in_tile;
         const float total = softmax[m].total(r);
-        const RowWeights weights = finish_row(p, p.accumulate, p.lse.data != nullptr, row, work.head, total,
-                                              softmax[m].lse(r, total), row_in_tile < rows_of_tile(work));
+        RowWeights weights = weights_of_row(total, softmax[m].lse(r, total), row_in_tile < rows_of_tile(work));
+        float* const lse = lse_of_row(p, row, work.head);
+        if (p.accumulate) merge_with_running(weights, total, lse);
+        if (p.lse.data) store_lse(weights, lse);
         write_row<T>(p, row, work.head, o[m], r, weights, params.out_aligned);
       }
     }

@@ -23,8 +23,10 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Tile& t
   for (int r = 0; r < 2; ++r) {
     const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
     const int64_t row = (int64_t)tile.q_row + row_in_tile;
-    const RowWeights w = finish_row(p, kAccumulate, kAccumulate || p.lse.data != nullptr, row, tile.head, sums.sum[r],
-                                    sums.lse[r], row_in_tile < tile.q_rows);
+    RowWeights w = weights_of_row(sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
+    float* const lse = lse_of_row(p, row, tile.head);
+    if (kAccumulate) merge_with_running(w, sums.sum[r], lse);
+    if (kAccumulate || p.lse.data) store_lse(w, lse);
     T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + tile.head * p.out.head_stride + thread % 2 * 8 +
              thread % 4 / 2 * 4;
 #pragma unroll
@@ -59,15 +61,25 @@ __device__ __forceinline__ void write_tile(const PrefillParams& p, const Tile& t
   }
 }
 
-// How a thread's two rows enter out; writes their lse.
+// How a thread's two rows enter out.
 __device__ __forceinline__ void finish_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
                                             const RowSums& sums, RowWeights (&weights)[2]) {
+  const int row = first_row + fragment_row(thread);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int row_in_tile = first_row + fragment_row(thread) + 8 * r;
-    weights[r] = finish_row(p, p.accumulate, p.lse.data != nullptr, (int64_t)tile.q_row + row_in_tile, tile.head,
-                            sums.sum[r], sums.lse[r], row_in_tile < tile.q_rows);
+  for (int r = 0; r < 2; ++r) weights[r] = weights_of_row(sums.sum[r], sums.lse[r], row + 8 * r < tile.q_rows);
+  if (p.accumulate) {
+    const float* const lse = lse_of_row(p, (int64_t)tile.q_row + row, tile.head);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) merge_with_running(weights[r], sums.sum[r], lse + 8 * r * p.lse.row_stride);
   }
+}
+
+__device__ __forceinline__ void store_lse(const PrefillParams& p, const Tile& tile, int first_row, int thread,
+                                          const RowWeights (&weights)[2]) {
+  if (p.lse.data == nullptr) return;
+  float* const lse = lse_of_row(p, (int64_t)tile.q_row + first_row + fragment_row(thread), tile.head);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) mla_prefill::store_lse(weights[r], lse + 8 * r * p.lse.row_stride);
 }
 
 // Puts finished rows of a warpgroup in shared memory, in place of what they are merged into. They are boxes of 64

@@ -338,7 +338,12 @@ __device__ __forceinline__ void finish_empty_items(const KernelParams& p) {
 // ---- Consumer -------------------------------------------------------------------------------------------------------
 
 struct RowLimits {
-  int32_t last_key[2];
+  int32_t last_key[2];  // that a thread's two rows see
+};
+
+struct KeyTiles {
+  RowLimits limits;
+  int first, unmasked_end;  // from `first` up to `unmasked_end` every row sees every key
 };
 
 enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond, kRowsOfFirst, kRowsOfSecond };  // 0 is __syncthreads
@@ -429,9 +434,9 @@ struct Consumer {
     tile_ring.advance();
   }
 
-  // Waits for Q and the first K of the last one taken, if there is one.
-  __device__ __forceinline__ void wait_for_first_k() {
-    if (uniform(taken(1).end_kv_tile) == kNoMoreTiles) return;
+  // Waits for Q and the first K of the last one taken, if it is one: `end` is its end_kv_tile.
+  __device__ __forceinline__ void wait_for_first_k(int end) {
+    if (end == kNoMoreTiles) return;
     barrier_wait(smem_address(&channels.q_full[index]), (tile_ring.count - 1) % 2);
     barrier_wait(smem_address(&channels.k_full[k_ring.stage()]), k_ring.parity());
   }
@@ -482,20 +487,21 @@ struct Consumer {
   }
 
   __device__ void run() {
-    if (Config::kPingPong && index == 1) named_barrier_arrive(kTurnOfFirst, 2 * kWarpgroupThreads);
     take_tile();
-    wait_for_first_k();
+    int end = uniform(taken(1).end_kv_tile);
+    if (end == kNoMoreTiles) return;
+    if (Config::kPingPong && index == 1) named_barrier_arrive(kTurnOfFirst, 2 * kWarpgroupThreads);
+    wait_for_first_k(end);
     issue_qk();  // unconditionally, here and below: a branch around a wgmma would serialise all of them
     wgmma_wait<0>();
     fence_registers(s);
 #pragma unroll 1
-    while (uniform(taken(1).end_kv_tile) != kNoMoreTiles) {
-      const RowLimits limits = row_limits(taken(1));
-      const int end = uniform(taken(1).end_kv_tile), unmasked_end = uniform(min(unmasked_tiles(taken(1)), end));
-      int j = uniform(taken(1).first_kv_tile);
+    while (end != kNoMoreTiles) {
+      const KeyTiles tiles = key_tiles(end);
+      int j = tiles.first;
       release_k();
       if (j == end - 1) release_q();
-      if (j >= unmasked_end) hide_keys(limits, j);
+      if (j >= tiles.unmasked_end) hide_keys(tiles.limits, j);
       softmax.first(s, scale_log2);
       softmax.weigh(s, 0, kTileKV / 8);
       pack_weights();
@@ -504,17 +510,18 @@ struct Consumer {
 
       ++j;
 #pragma unroll 1
-      for (; j < unmasked_end; ++j) key_tile<false>(limits, j, j == end - 1);
+      for (; j < tiles.unmasked_end; ++j) key_tile<false>(tiles.limits, j, j == end - 1);
 #pragma unroll 1
-      for (; j < end; ++j) key_tile<true>(limits, j, j == end - 1);
+      for (; j < end; ++j) key_tile<true>(tiles.limits, j, j == end - 1);
 
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
       issue_pv();
-      // What else the finished rows need is seen to while that runs.
-      const RowSums sums = sums_of_rows();
+      // What the finished rows need, and which tile is next, is seen to while that runs.
       take_tile();
       const Tile finished = taken(2);
+      end = uniform(taken(1).end_kv_tile);
+      const RowSums sums = sums_of_rows();
       barrier_arrive(smem_address(&channels.tile_empty[(tile_ring.count - 2) % kTileSlots]));
       const bool by_tma = Config::kStoresByTma && uniform(finished.piece) == kWhole;
       RowWeights row_weights[2];
@@ -528,8 +535,9 @@ struct Consumer {
       } else {
         write_finished(finished, sums);
       }
-      wait_for_first_k();
+      wait_for_first_k(end);
       issue_qk();
+      if (by_tma) store_lse(p.problem, finished, first_row(), thread, row_weights);
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);
@@ -553,8 +561,8 @@ struct Consumer {
   __device__ __forceinline__ int first_row() const { return index * kWarpgroupRows; }
 
   // Where they leave by TMA, the stage of V behind a tile's last one is theirs. What they are merged into comes there
-  // as V does; if there is nothing, it is waited for as the producer would, and its turn in v_full passes unseen.
-  // Either way it is given back like one that was read.
+  // as V does; if there is nothing, it is waited for as the producer would, and its turn in v_full passed (and waited
+  // for: to synccheck a phase that nobody waits for is a fault). Either way it is given back like one that was read.
   __device__ __forceinline__ void wait_for_out() {
     if (!Config::kStoresByTma) return;
     Ring<Config::kStages> ring = v_ring;  // at the tile's last V
@@ -563,7 +571,10 @@ struct Consumer {
       barrier_wait(smem_address(&channels.v_full[ring.stage()]), ring.parity());
     } else {
       barrier_wait(smem_address(&channels.v_empty[ring.stage()]), ring.parity() ^ 1);
-      if (leader && index == 0) barrier_arrive(smem_address(&channels.v_full[ring.stage()]));
+      if (leader && index == 0) {
+        barrier_arrive(smem_address(&channels.v_full[ring.stage()]));
+        barrier_wait(smem_address(&channels.v_full[ring.stage()]), ring.parity());
+      }
     }
   }
 
@@ -605,16 +616,14 @@ struct Consumer {
     write_tile<T>(p.problem, tile, first_row(), thread, o, sums);
   }
 
-  // The last key that this thread's two rows see.
-  __device__ __forceinline__ RowLimits row_limits(const Tile& tile) const {
+  // What this thread's rows and its warpgroup's see of the last tile taken, whose end_kv_tile is `end`.
+  __device__ __forceinline__ KeyTiles key_tiles(int end) const {
+    const Tile& tile = taken(1);
     const int row = first_row() + fragment_row(thread);
-    return {min(tile.keys - 1, tile.last_key + row), min(tile.keys - 1, tile.last_key + row + 8)};
-  }
-
-  // Key tiles [0, result) are seen whole by every row of this warpgroup.
-  __device__ __forceinline__ int unmasked_tiles(const Tile& tile) const {
-    const int seen_by_all = min(tile.last_key + index * kWarpgroupRows + 1, tile.keys);
-    return max(seen_by_all, 0) / kTileKV;
+    const int seen_by_all = min(tile.last_key + first_row() + 1, tile.keys);
+    return {{min(tile.keys - 1, tile.last_key + row), min(tile.keys - 1, tile.last_key + row + 8)},
+            uniform(tile.first_kv_tile),
+            uniform(min(max(seen_by_all, 0) / kTileKV, end))};
   }
 };
 

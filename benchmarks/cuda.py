@@ -116,7 +116,7 @@ def _measure(case: Case, runners: list[Peer], rounds: int) -> dict[str, object]:
     inputs = Inputs.of(case, torch.bfloat16, "cuda")
     runs, host, expected = {}, {}, None
     for runner in runners:
-        figure = {"kind": runner.kind, "splits_kv": runner.splits_kv}
+        figure = {"kind": runner.kind}
         try:
             call = runner.prepare(inputs)
             if runner.kind != "glue":

@@ -15,7 +15,6 @@ class Peer:
 
     name: str
     kind = "peer"
-    splits_kv = False  # may give one row's keys to several blocks
 
     def unavailable(self) -> str | None:
         """Imports what it needs; None, or the reason why it can't be measured here."""

@@ -61,7 +61,7 @@ class Fa3(Library):
     after_splits = (None, 0)  # pack_gqa, sm_margin
 
     def __init__(self, name: str, num_splits: int) -> None:
-        self.name, self.num_splits, self.splits_kv = name, num_splits, num_splits != 1
+        self.name, self.num_splits = name, num_splits
 
     def prepare(self, inputs: Inputs) -> Run:
         case = inputs.case

@@ -74,12 +74,12 @@ __device__ __forceinline__ void finish_rows(const PrefillParams& p, const Tile& 
   }
 }
 
-__device__ __forceinline__ void store_lse(const PrefillParams& p, const Tile& tile, int first_row, int thread,
-                                          const RowWeights (&weights)[2]) {
+__device__ __forceinline__ void store_lse_of_rows(const PrefillParams& p, const Tile& tile, int first_row, int thread,
+                                                  const RowWeights (&weights)[2]) {
   if (p.lse.data == nullptr) return;
   float* const lse = lse_of_row(p, (int64_t)tile.q_row + first_row + fragment_row(thread), tile.head);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) mla_prefill::store_lse(weights[r], lse + 8 * r * p.lse.row_stride);
+  for (int r = 0; r < 2; ++r) store_lse(weights[r], lse + 8 * r * p.lse.row_stride);
 }
 
 // Puts finished rows of a warpgroup in shared memory, in place of what they are merged into. They are boxes of 64
@@ -117,7 +117,7 @@ __device__ __forceinline__ void write_empty_rows(const PrefillParams& p, int64_t
   const int lane = threadIdx.x % 32;
   for (int head = head_begin; head < head_begin + head_count; ++head) {
     for (int64_t row = first_row; row < first_row + rows; ++row) {
-      float* lse = p.lse.data ? p.lse.data + head * p.lse.head_stride + row * p.lse.row_stride : nullptr;
+      float* lse = p.lse.data ? lse_of_row(p, row, head) : nullptr;
       if (p.accumulate && !isinf(*lse)) continue;
       __syncwarp();
       T* out = static_cast<T*>(p.out.data) + row * p.out.row_stride + head * p.out.head_stride;

@@ -341,9 +341,10 @@ struct RowLimits {
   int32_t last_key[2];  // that a thread's two rows see
 };
 
-struct KeyTiles {
+// Key tiles from `first` up to `unmasked_end` are seen whole by every row of a warpgroup.
+struct SeenKeys {
   RowLimits limits;
-  int first, unmasked_end;  // from `first` up to `unmasked_end` every row sees every key
+  int first, unmasked_end;
 };
 
 enum NamedBarrier { kTurnOfFirst = 1, kTurnOfSecond, kRowsOfFirst, kRowsOfSecond };  // 0 is __syncthreads
@@ -492,16 +493,16 @@ struct Consumer {
     if (end == kNoMoreTiles) return;
     if (Config::kPingPong && index == 1) named_barrier_arrive(kTurnOfFirst, 2 * kWarpgroupThreads);
     wait_for_first_k(end);
-    issue_qk();  // unconditionally, here and below: a branch around a wgmma would serialise all of them
+    issue_qk();  // unconditionally, from here on: a branch around a wgmma would serialise all of them
     wgmma_wait<0>();
     fence_registers(s);
 #pragma unroll 1
     while (end != kNoMoreTiles) {
-      const KeyTiles tiles = key_tiles(end);
-      int j = tiles.first;
+      const SeenKeys seen = seen_keys(end);
+      int j = seen.first;
       release_k();
       if (j == end - 1) release_q();
-      if (j >= tiles.unmasked_end) hide_keys(tiles.limits, j);
+      if (j >= seen.unmasked_end) hide_keys(seen.limits, j);
       softmax.first(s, scale_log2);
       softmax.weigh(s, 0, kTileKV / 8);
       pack_weights();
@@ -510,9 +511,9 @@ struct Consumer {
 
       ++j;
 #pragma unroll 1
-      for (; j < tiles.unmasked_end; ++j) key_tile<false>(tiles.limits, j, j == end - 1);
+      for (; j < seen.unmasked_end; ++j) key_tile<false>(seen.limits, j, j == end - 1);
 #pragma unroll 1
-      for (; j < end; ++j) key_tile<true>(tiles.limits, j, j == end - 1);
+      for (; j < end; ++j) key_tile<true>(seen.limits, j, j == end - 1);
 
       barrier_wait(smem_address(&channels.v_full[v_ring.stage()]), v_ring.parity());
       fence_registers(o);
@@ -537,7 +538,7 @@ struct Consumer {
       }
       wait_for_first_k(end);
       issue_qk();
-      if (by_tma) store_lse(p.problem, finished, first_row(), thread, row_weights);
+      if (by_tma) store_lse_of_rows(p.problem, finished, first_row(), thread, row_weights);
       // Inside the iteration: accumulators in flight across a loop's back edge make ptxas serialise every wgmma.
       wgmma_wait<0>();
       fence_registers(s);
@@ -561,8 +562,9 @@ struct Consumer {
   __device__ __forceinline__ int first_row() const { return index * kWarpgroupRows; }
 
   // Where they leave by TMA, the stage of V behind a tile's last one is theirs. What they are merged into comes there
-  // as V does; if there is nothing, it is waited for as the producer would, and its turn in v_full passed (and waited
-  // for: to synccheck a phase that nobody waits for is a fault). Either way it is given back like one that was read.
+  // as V does; if there is nothing, it is waited for as the producer would, and one lane passes its turn in v_full and
+  // waits for that, since synccheck faults a phase that nobody waits for. Either way it is given back like one that
+  // was read.
   __device__ __forceinline__ void wait_for_out() {
     if (!Config::kStoresByTma) return;
     Ring<Config::kStages> ring = v_ring;  // at the tile's last V
@@ -616,8 +618,8 @@ struct Consumer {
     write_tile<T>(p.problem, tile, first_row(), thread, o, sums);
   }
 
-  // What this thread's rows and its warpgroup's see of the last tile taken, whose end_kv_tile is `end`.
-  __device__ __forceinline__ KeyTiles key_tiles(int end) const {
+  // Of the last tile taken, whose end_kv_tile is `end`.
+  __device__ __forceinline__ SeenKeys seen_keys(int end) const {
     const Tile& tile = taken(1);
     const int row = first_row() + fragment_row(thread);
     const int seen_by_all = min(tile.last_key + first_row() + 1, tile.keys);

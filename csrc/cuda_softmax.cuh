@@ -65,7 +65,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool shift(float (&s)[kSize], float scale_log2) const {
     const float shifted_by[2] = {base(0), base(1)};
     int32_t peak = kSignTells ? -1 : INT32_MIN;
-    // Row by row, so that what is subtracted stays in the operand cache: beside a wgmma register reads are what counts.
+    // Row by row, so that what is subtracted stays in the operand cache: beside a wgmma register reads seem to count.
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll

@@ -16,6 +16,9 @@ std::string check_rows(const char* name, const ConstRows& tensor, int64_t rows, 
                          std::to_string(tensor.head_stride) + " elements");
 }
 
+// TMA reads and writes them by the same kind of map as the inputs.
+ConstRows rows_of_out(const PrefillParams& p) { return {p.out.data, p.out.row_stride, p.out.head_stride}; }
+
 template <typename Variant>
 cudaError_t launch_dtype(const KernelParams& params, int num_sms, cudaStream_t stream) {
   return params.problem.dtype == DType::kBFloat16 ? launch<__nv_bfloat16, Variant>(params, num_sms, stream)
@@ -35,11 +38,10 @@ std::string supports(const PrefillParams& p) {
         "q of " + std::to_string(p.dim_qk) + ", k of " + std::to_string(p.dim_k) + ", v of " + std::to_string(p.dim_v));
   }
   if (!(p.scale > 0.0f)) return unsupported("scale", "a number above 0", std::to_string(p.scale));
-  const ConstRows out = {p.out.data, p.out.row_stride, p.out.head_stride};
   for (const std::string& reason :
        {check_rows("q", p.q, p.total_q, p.num_heads), check_rows("k", p.k, p.total_k, p.num_heads),
         split ? check_rows("k_pe", p.k_pe, p.total_k, 1) : std::string(), check_rows("v", p.v, p.total_k, p.num_heads),
-        check_rows("out", out, p.total_q, p.num_heads)}) {
+        check_rows("out", rows_of_out(p), p.total_q, p.num_heads)}) {
     if (!reason.empty()) return reason;
   }
   return "";
@@ -58,9 +60,8 @@ std::string run(const PrefillParams& p, int32_t* plan, int num_sms, cudaStream_t
            (!params.split_k || make_ragged_map(&maps.k_pe, p.k_pe, p.dtype, kHeadDimRope, 1, tile_kv)) &&
            make_ragged_map(&maps.v, p.v, p.dtype, p.dim_v, p.num_heads, tile_kv);
   };
-  const ConstRows out = {p.out.data, p.out.row_stride, p.out.head_stride};
   bool mapped = make_ragged_map(&params.q, p.q, p.dtype, p.dim_qk, p.num_heads, kWarpgroupRows) &&
-                make_ragged_map(&params.out, out, p.dtype, p.dim_v, p.num_heads, kWarpgroupRows);
+                make_ragged_map(&params.out, rows_of_out(p), p.dtype, p.dim_v, p.num_heads, kWarpgroupRows);
   cudaError_t status = cudaSuccess;
   with_variant(p.dim_qk, p.dim_v, [&](auto variant) {
     using Variant = decltype(variant);

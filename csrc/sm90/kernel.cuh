@@ -677,6 +677,7 @@ __global__ __launch_bounds__(kThreads, 1) void prefill_kernel(const __grid_const
     }
     barrier_init_fence();
   }
+  wait_for_kernel_before();
   __syncthreads();
 
   const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);

@@ -22,8 +22,18 @@ cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream)
     if (status != cudaSuccess) return status;
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
-  kernel<<<num_sms, kThreads, kBytes, stream>>>(params);
-  return cudaGetLastError();
+  // Its CTAs may start while those of the kernel before end; see wait_for_kernel_before().
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = num_sms;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 extern template cudaError_t launch<__nv_bfloat16, Dims192>(const KernelParams&, int, cudaStream_t);

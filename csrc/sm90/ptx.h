@@ -52,6 +52,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// ---- programmatic dependent launch ----------------------------------------------------------------------------------
+
+// Until what the stream did before is done and visible. No global memory may be read or written above it.
+__device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- for timelines --------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int64_t global_nanoseconds() {

@@ -784,6 +784,37 @@ def test_runs_in_the_order_of_the_current_stream(planned: bool, device: str) -> 
     assert_same(result, expected)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["stream", "graph"])
+def test_each_call_sees_what_the_one_before_wrote(captured: bool, dtype: torch.dtype, device: str) -> None:
+    """CTAs may start while the call before ends, whose ``out`` is their V, and whose plan and scratch they use."""
+    lengths = (*MIXED.q_lens, 2000)
+    first = make_inputs(Case("chain", lengths, lengths, 5, True), dtype, device)
+    plan = plan_of(first)
+    outs = [torch.full_like(first.v, NAN) for _ in range(16)]
+
+    def chain(between_calls: Callable[[], None] = lambda: None) -> None:
+        inputs = first
+        for out in outs:
+            attend(inputs, plan=plan, out=out)
+            between_calls()
+            inputs = replace(inputs, v=out)
+
+    chain(torch.cuda.synchronize)
+    expected = [out.clone() for out in outs]
+    rounds = chain
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        rounds = graph.replay
+    for _ in range(5):
+        for out in outs:
+            out.fill_(NAN)
+        rounds()
+        for out, synchronized in zip(outs, expected, strict=True):
+            assert_same_bits(out, synchronized)
+
+
 def test_does_not_wait_for_other_streams(device: str) -> None:
     inputs = make_inputs(MIXED, torch.bfloat16, device)
     expected = run(inputs)

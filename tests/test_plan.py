@@ -152,9 +152,20 @@ def test_host_planner_agrees() -> None:
 def test_heads_in_a_group_follow_from_the_bytes_of_a_key(dims: tuple[int, int, int], group: int) -> None:
     """K and V of a group's heads fit 32 MiB: 8192 keys of 192 + 128, 128 + 128 or 256 + 256 elements."""
     binding = pytest.importorskip("mla_prefill._C")
-    items = binding.plan_items([0, 256], [0, 8192], 16, False, *dims, backend="sm90")
+    items = binding.plan_items([0, 256], [0, 8192], 16, True, *dims, backend="sm90")
     heads = [head for *_, head, head_count, _ in items if head_count == 1]
     assert heads[: 2 * group] == [*range(group), *range(group)] and len(heads) == len(items) == 2 * 16
+
+
+def test_without_a_mask_heads_go_one_by_one() -> None:
+    """All tiles of a head, then the next head, or the next few where an item has as many."""
+    binding = pytest.importorskip("mla_prefill._C")
+    for len_k, heads_of_item in ((8192, 1), (200, 2)):
+        items = binding.plan_items([0, 256], [0, len_k], 4, False, *MLA, backend="sm90")
+        first_heads = range(0, 4, heads_of_item)
+        assert [(q_begin, head, count) for _, q_begin, *_, head, count, _ in items] == [
+            (q_begin, head, heads_of_item) for head in first_heads for q_begin in (128, 0)
+        ]
 
 
 def test_wide_heads_have_no_short_tile() -> None:

@@ -117,8 +117,9 @@ struct WorkItem {
   int32_t num_splits;
 };
 
-// The items of one sequence, in order: heads in groups that share the cache; in a group the query tile with the most
-// keys first; a tile's heads in a row. Each item follows from its index alone, so they can be written in parallel.
+// The items of one sequence, in order: under the causal mask heads in groups that share the cache, without it an item's
+// heads by themselves; in a group the query tile with the most keys first; a tile's heads in a row. Each item follows
+// from its index alone, so they can be written in parallel.
 struct SequenceWork {
   int32_t len_q, len_k, num_heads;
   int32_t tile_q;
@@ -138,8 +139,9 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   work.num_heads = num_heads;
   work.tile_q = is_short(config, len_k) ? config.short_tile_q : config.tile_q;
   work.num_tiles = ceil_div(len_q, work.tile_q);
-  work.group = heads_per_group(config, num_heads, len_k, bytes_per_key);
   work.step = heads_per_item(config, num_heads, len_k);
+  // Without a mask all tiles of a head cost the same: none has to come first, and side by side they read K and V once.
+  work.group = causal ? heads_per_group(config, num_heads, len_k, bytes_per_key) : work.step;
   work.items_per_group = work.num_tiles * ceil_div(work.group, work.step);
   const int32_t whole_groups = divide(num_heads, work.group), last_group = num_heads - whole_groups * work.group;
   work.num_items = whole_groups * work.items_per_group + work.num_tiles * ceil_div(last_group, work.step);

@@ -39,6 +39,7 @@ struct KernelParams {
 struct Share {
   int32_t first, end;  // tickets: items, and pieces of the split ones
   int32_t worker, num_workers;
+  int32_t handed_out;  // tickets that workers have without drawing: the first ones, one each, or none
   int32_t *ticket, *finished;
   int32_t pieces;         // tickets below it are of split items
   int32_t beside_pieces;  // what leads from the others to their items
@@ -52,6 +53,7 @@ __device__ __forceinline__ Share share_of_long(plan::Header& header) {
   return {0,
           end - split_items + pieces,
           (int32_t)blockIdx.x,
+          (int32_t)gridDim.x,
           (int32_t)gridDim.x,
           &header.ticket[0],
           &header.finished[0],
@@ -68,6 +70,7 @@ __device__ __forceinline__ Share share_of_short(plan::Header& header, int team) 
           header.num_items,
           (int32_t)blockIdx.x * kTeams + team,
           (int32_t)gridDim.x * kTeams,
+          header.first_short > 0 ? 0 : (int32_t)gridDim.x * kTeams,  // after long items they come one by one
           &header.ticket[1],
           &header.finished[1],
           0,
@@ -112,6 +115,12 @@ struct Producer {
   Ring<Config::kStages> k_ring, v_ring;
   Ring<kTileSlots> tile_ring;
   uint32_t q_parity = 0;
+
+  // In two steps, so that the first one's wait can be put to use.
+  __device__ __forceinline__ int32_t draw() { return leader ? atomicAdd(share.ticket, 1) : 0; }
+  __device__ __forceinline__ int32_t ticket_of(int32_t drawn) const {
+    return share.first + share.handed_out + __shfl_sync(~0u, drawn, 0);
+  }
 
   __device__ __forceinline__ Item read_item(int32_t ticket) {
     const int4* words = reinterpret_cast<const int4*>(p.plan + plan::kItemsBegin) + (int64_t)piece_of(ticket).item * 2;
@@ -246,11 +255,11 @@ struct Producer {
 
   __device__ __forceinline__ void prepare_next(Next& next, int32_t tiles_left) {
     if (next.steps == 0 && tiles_left <= 3) {
-      if (leader) next.drawn = atomicAdd(share.ticket, 1);
+      next.drawn = draw();
       next.steps = 1;
     }
     if (next.steps == 1 && tiles_left <= 2) {
-      next.index = share.first + share.num_workers + __shfl_sync(~0u, next.drawn, 0);
+      next.index = ticket_of(next.drawn);
       if (next.index < share.end) next.item = read_item(next.index);
       next.steps = 2;
     }
@@ -277,7 +286,7 @@ struct Producer {
   }
 
   __device__ __forceinline__ void run() {
-    int32_t index = share.first + share.worker;
+    int32_t index = share.handed_out > 0 ? share.first + share.worker : ticket_of(draw());
     Item item = {};
     if (index < share.end) item = read_item(index);
     while (index < share.end) {

@@ -124,9 +124,9 @@ struct Producer {
 
   __device__ __forceinline__ Item read_item(int32_t ticket) {
     const int4* words = reinterpret_cast<const int4*>(p.plan + plan::kItemsBegin) + (int64_t)piece_of(ticket).item * 2;
-    const int4 a = __ldg(words), b = __ldg(words + 1);  // seq, q_begin, q_rows, kv_begin; kv_end, heads
-    const int32_t q_begin = __ldg(p.problem.cu_seqlens_q + a.x), q_end = __ldg(p.problem.cu_seqlens_q + a.x + 1);
-    const int32_t k_begin = __ldg(p.problem.cu_seqlens_k + a.x), k_end = __ldg(p.problem.cu_seqlens_k + a.x + 1);
+    const int4 a = words[0], b = words[1];  // seq, q_begin, q_rows, kv_begin; kv_end, heads
+    const int32_t q_begin = p.problem.cu_seqlens_q[a.x], q_end = p.problem.cu_seqlens_q[a.x + 1];
+    const int32_t k_begin = p.problem.cu_seqlens_k[a.x], k_end = p.problem.cu_seqlens_k[a.x + 1];
     const int32_t len_k = k_end - k_begin;
     const int32_t last_key = p.problem.causal ? a.y + len_k - (q_end - q_begin) : INT32_MAX / 2;
     return {q_begin + a.y, a.z, k_begin, len_k, b.x, last_key, b.y, b.z};

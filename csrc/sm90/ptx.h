@@ -54,7 +54,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// Until what the stream did before is done and visible. No global memory may be read or written above it.
+// Until what the stream did before is done and visible. No global memory may be read or written above it, and none of
+// what others write be read with __ldg: its path need not see what was written after the kernel's start.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- for timelines --------------------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// Until what the stream did before is done and visible. No global memory may be read or written above it, and none of
-// what others write be read with __ldg: its path need not see what was written after the kernel's start.
+// Until what the stream did before is done and visible. No global memory may be read or written above it. Nor may what
+// others write be read with __ldg: the compiler may move that up, and it need not see what is written after the start.
 __device__ __forceinline__ void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- for timelines --------------------------------------------------------------------------------------------------

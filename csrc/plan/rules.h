@@ -140,7 +140,7 @@ MLA_HOST_DEVICE SequenceWork sequence_work(const Config& config, int32_t num_hea
   work.tile_q = is_short(config, len_k) ? config.short_tile_q : config.tile_q;
   work.num_tiles = ceil_div(len_q, work.tile_q);
   work.step = heads_per_item(config, num_heads, len_k);
-  // Without a mask all tiles of a head cost the same: none has to come first, and side by side they read K and V once.
+  // Without a mask all tiles of a head cost the same: none has to come first, and side by side they share K and V.
   work.group = causal ? heads_per_group(config, num_heads, len_k, bytes_per_key) : work.step;
   work.items_per_group = work.num_tiles * ceil_div(work.group, work.step);
   const int32_t whole_groups = divide(num_heads, work.group), last_group = num_heads - whole_groups * work.group;

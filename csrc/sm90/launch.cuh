@@ -33,7 +33,8 @@ cudaError_t launch(const KernelParams& params, int num_sms, cudaStream_t stream)
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  cudaLaunchKernelEx(&config, kernel, params);
+  return cudaGetLastError();  // which also clears it: the caller reports it, not the next launch
 }
 
 extern template cudaError_t launch<__nv_bfloat16, Dims192>(const KernelParams&, int, cudaStream_t);

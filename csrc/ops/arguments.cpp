@@ -1,5 +1,7 @@
 #include "ops/arguments.h"
 
+#include <algorithm>
+
 namespace mla_prefill::ops {
 namespace {
 
@@ -13,15 +15,25 @@ std::string list_text(const int64_t* values, size_t size) {
 
 }  // namespace
 
-std::string shape_text(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return "shape " + list_text(sizes.data(), sizes.size());
+Argument::Argument(const char* argument_name, const Tensor& argument) : name(argument_name), tensor(argument) {
+  const auto all_sizes = tensor.sizes(), all_strides = tensor.strides();
+  dim = (int64_t)all_sizes.size();
+  sizes = all_sizes.data();
+  strides = all_strides.data();
+  dtype = tensor.scalar_type();
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+  device_index = tensor.get_device_index();
 }
 
-std::string stride_text(const Tensor& tensor) {
-  const auto strides = tensor.strides();
-  return "strides " + list_text(strides.data(), strides.size());
+int64_t Argument::numel() const {
+  int64_t result = 1;
+  for (int64_t i = 0; i < dim; ++i) result *= sizes[i];
+  return result;
 }
+
+std::string shape_text(const Argument& argument) { return "shape " + list_text(argument.sizes, argument.dim); }
+
+std::string stride_text(const Argument& argument) { return "strides " + list_text(argument.strides, argument.dim); }
 
 const char* dtype_text(ScalarType dtype) {
   switch (dtype) {
@@ -41,10 +53,10 @@ const char* dtype_text(ScalarType dtype) {
   }
 }
 
-std::string device_text(const Tensor& tensor) {
-  if (tensor.is_cpu()) return "cpu";
-  const std::string type = tensor.is_cuda() ? "cuda" : "another device type";
-  return type + ":" + std::to_string((int)tensor.get_device_index());
+std::string device_text(const Argument& argument) {
+  if (argument.device_type == aoti_torch_device_type_cpu()) return "cpu";
+  const bool is_cuda = argument.device_type == aoti_torch_device_type_cuda();
+  return (is_cuda ? "cuda:" : "another device type:") + std::to_string(argument.device_index);
 }
 
 std::optional<DType> kernel_dtype(ScalarType dtype) {
@@ -57,50 +69,46 @@ std::optional<DType> kernel_dtype(ScalarType dtype) {
   }
 }
 
-void expect_same_device(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
-  MLA_EXPECT(tensor.is_cpu() == other.is_cpu() && tensor.is_cuda() == other.is_cuda() &&
-                 tensor.get_device_index() == other.get_device_index(),
-             name, text(other_name, "'s device, ", device_text(other)), device_text(tensor));
+void expect_same_device(const Argument& argument, const Argument& other) {
+  MLA_EXPECT(argument.device_type == other.device_type && argument.device_index == other.device_index, argument.name,
+             text(other.name, "'s device, ", device_text(other)), device_text(argument));
 }
 
-void expect_dtype(const char* name, const Tensor& tensor, ScalarType dtype) {
-  MLA_EXPECT(tensor.scalar_type() == dtype, name, dtype_text(dtype), dtype_text(tensor.scalar_type()));
+void expect_dtype(const Argument& argument, ScalarType dtype) {
+  MLA_EXPECT(argument.dtype == dtype, argument.name, dtype_text(dtype), dtype_text(argument.dtype));
 }
 
-void expect_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, const char* meaning) {
-  const auto sizes = tensor.sizes();
-  bool same = sizes.size() == shape.size();
-  for (size_t i = 0; same && i < sizes.size(); ++i) same = sizes[i] == shape.begin()[i];
-  MLA_EXPECT(same, name, text("shape ", meaning, " = ", list_text(shape.begin(), shape.size())), shape_text(tensor));
+void expect_shape(const Argument& argument, std::initializer_list<int64_t> shape, const char* meaning) {
+  MLA_EXPECT(std::equal(argument.sizes, argument.sizes + argument.dim, shape.begin(), shape.end()), argument.name,
+             text("shape ", meaning, " = ", list_text(shape.begin(), shape.size())), shape_text(argument));
 }
 
-void expect_unit_last_stride(const char* name, const Tensor& tensor) {
-  const int64_t last = tensor.dim() - 1;
-  MLA_EXPECT(tensor.stride(last) == 1 || tensor.size(last) <= 1 || tensor.numel() == 0, name, "a last stride of 1",
-             stride_text(tensor));
+void expect_unit_last_stride(const Argument& argument) {
+  MLA_EXPECT(argument.stride(-1) == 1 || argument.size(-1) <= 1 || argument.numel() == 0, argument.name,
+             "a last stride of 1", stride_text(argument));
 }
 
-void expect_no_overlap(const char* name, const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
+void expect_no_overlap(const Argument& argument) {
   // Enough for what views of a dense buffer give: sorted by stride, each dimension steps over the ones inside it.
-  for (size_t i = 0; i < sizes.size(); ++i) {
+  const int64_t *const sizes = argument.sizes, *const strides = argument.strides;
+  for (int64_t i = 0; i < argument.dim; ++i) {
     if (sizes[i] <= 1) continue;
     int64_t inner = 0;
-    for (size_t j = 0; j < sizes.size(); ++j) {
+    for (int64_t j = 0; j < argument.dim; ++j) {
       if (j != i && sizes[j] > 1 && (strides[j] < strides[i] || (strides[j] == strides[i] && j > i))) {
         inner += (sizes[j] - 1) * strides[j];
       }
     }
-    MLA_EXPECT(strides[i] > inner || tensor.numel() == 0, name, "an output whose elements don't share memory",
-               text(shape_text(tensor), " with ", stride_text(tensor)));
+    MLA_EXPECT(strides[i] > inner || argument.numel() == 0, argument.name,
+               "an output whose elements don't share memory",
+               text(shape_text(argument), " with ", stride_text(argument)));
   }
 }
 
-void expect_int32_vector(const char* name, const Tensor& tensor, int64_t size, const char* meaning) {
-  expect_dtype(name, tensor, ScalarType::Int);
-  expect_shape(name, tensor, {size}, meaning);
-  MLA_EXPECT(tensor.is_contiguous(), name, "a stride of 1", stride_text(tensor));
+void expect_int32_vector(const Argument& argument, int64_t size, const char* meaning) {
+  expect_dtype(argument, ScalarType::Int);
+  expect_shape(argument, {size}, meaning);
+  MLA_EXPECT(size <= 1 || argument.stride(0) == 1, argument.name, "a stride of 1", stride_text(argument));
 }
 
 void expect_cu_seqlens_values(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,

@@ -35,31 +35,60 @@ std::string text(const Parts&... parts) {
       ::mla_prefill::ops::fail(::mla_prefill::ops::text(argument, ": expected ", expected, ", got ", got)); \
   } while (0)
 
-std::string shape_text(const Tensor& tensor);
-std::string stride_text(const Tensor& tensor);
+// A tensor argument. Torch is asked once for what the checks and the kernels want to know of it: each question goes
+// through its C ABI.
+struct Argument {
+  Argument(const char* name, const Tensor& tensor);
+
+  const char* name;
+  const Tensor& tensor;
+  int64_t dim;
+  const int64_t *sizes, *strides;
+  ScalarType dtype;
+  int32_t device_type, device_index;
+
+  // Of a dimension that it has, counted from the end if it is below 0.
+  int64_t size(int64_t i) const { return sizes[i < 0 ? dim + i : i]; }
+  int64_t stride(int64_t i) const { return strides[i < 0 ? dim + i : i]; }
+  int64_t numel() const;
+};
+
+std::string shape_text(const Argument& argument);
+std::string stride_text(const Argument& argument);
 const char* dtype_text(ScalarType dtype);
-std::string device_text(const Tensor& tensor);
+std::string device_text(const Argument& argument);
 
 // The kernels' dtype, or nullopt for one they don't know.
 std::optional<DType> kernel_dtype(ScalarType dtype);
 
-void expect_same_device(const char* name, const Tensor& tensor, const char* other_name, const Tensor& other);
-void expect_dtype(const char* name, const Tensor& tensor, ScalarType dtype);
-void expect_shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> shape, const char* meaning);
+void expect_same_device(const Argument& argument, const Argument& other);
+void expect_dtype(const Argument& argument, ScalarType dtype);
+void expect_shape(const Argument& argument, std::initializer_list<int64_t> shape, const char* meaning);
 // The last dimension is read as a run of elements: its stride must be 1.
-void expect_unit_last_stride(const char* name, const Tensor& tensor);
+void expect_unit_last_stride(const Argument& argument);
 // An output: no two elements share memory.
-void expect_no_overlap(const char* name, const Tensor& tensor);
+void expect_no_overlap(const Argument& argument);
 // A dense int32 vector of `size` entries.
-void expect_int32_vector(const char* name, const Tensor& tensor, int64_t size, const char* meaning);
+void expect_int32_vector(const Argument& argument, int64_t size, const char* meaning);
 // On the CPU the values can be read: ascending, from 0 or above, within the tensor of `rows` rows.
 void expect_cu_seqlens_values(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,
                               const char* rows_of);
 
-inline ConstRows const_rows(const Tensor& tensor) {
-  return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1)};
+template <typename T>
+const T* const_data(const Argument& argument) {
+  return static_cast<const T*>(argument.tensor.const_data_ptr());
 }
-inline Rows rows(const Tensor& tensor) { return {tensor.mutable_data_ptr(), tensor.stride(0), tensor.stride(1)}; }
+template <typename T>
+T* mutable_data(const Argument& argument) {
+  return static_cast<T*>(argument.tensor.mutable_data_ptr());
+}
+
+inline ConstRows const_rows(const Argument& argument) {
+  return {const_data<void>(argument), argument.stride(0), argument.stride(1)};
+}
+inline Rows rows(const Argument& argument) {
+  return {mutable_data<void>(argument), argument.stride(0), argument.stride(1)};
+}
 
 Parallel torch_parallel();
 

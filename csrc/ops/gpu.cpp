@@ -195,14 +195,22 @@ const std::vector<GpuKernel>& kernels_for(const Device& device) {
 
 // ---- The ops --------------------------------------------------------------------------------------------------------
 
-Tensor make_plan(const Tensor& like, const plan::Config& config, const plan::Problem& problem, int64_t max_tokens_q,
-                 const Device& device) {
+// A vector on the device, past the dispatcher: new_empty takes three times as long.
+Tensor new_vector(int64_t size, int32_t dtype, const Device& device) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(1, &size, &stride, dtype, aoti_torch_device_type_cuda(), device.index(), &handle));
+  return Tensor(handle);
+}
+
+Tensor make_plan(const plan::Config& config, const plan::Problem& problem, int64_t max_tokens_q, const Device& device) {
   const int64_t capacity = plan::max_items(max_tokens_q, problem.batch, problem.num_heads);
   MLA_EXPECT(capacity <= std::numeric_limits<int32_t>::max(), "max_tokens_q", "a plan of at most 2^31 - 1 items",
              capacity);
-  const Tensor buffer =
-      torch::stable::new_empty(like, {plan::kItemsBegin + plan::kItemInts * capacity}, ScalarType::Int);
-  const Tensor scratch = torch::stable::new_empty(like, {plan::scratch_ints(problem.batch)}, ScalarType::Int);
+  const int32_t dtype = aoti_torch_dtype_int32();
+  const Tensor buffer = new_vector(plan::kItemsBegin + plan::kItemInts * capacity, dtype, device);
+  const Tensor scratch = new_vector(plan::scratch_ints(problem.batch), dtype, device);
   expect_success(plan::write_on_device(config, problem, static_cast<int32_t*>(buffer.mutable_data_ptr()), capacity,
                                        static_cast<int32_t*>(scratch.mutable_data_ptr()), device.stream()),
                  "plan_prefill: the launch failed");
@@ -228,8 +236,7 @@ Tensor plan_prefill_gpu(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, 
       break;
     }
   }
-  return make_plan(cu_seqlens_q, chosen->plan_config((int32_t)dim_qk, (int32_t)dim_v, device), problem, max_tokens_q,
-                   device);
+  return make_plan(chosen->plan_config((int32_t)dim_qk, (int32_t)dim_v, device), problem, max_tokens_q, device);
 }
 
 void run_on_gpu(const PrefillArguments& args) {
@@ -253,12 +260,12 @@ void run_on_gpu(const PrefillArguments& args) {
   if (params.total_q == 0 || params.batch == 0) return;
   const auto new_plan = [&] {
     const plan::Config config = chosen->plan_config(params.dim_qk, params.dim_v, device);
-    return make_plan(args.cu_seqlens_q, config, problem_of(params), params.total_q, device);
+    return make_plan(config, problem_of(params), params.total_q, device);
   };
   const Tensor plan = args.plan ? *args.plan : new_plan();
   std::optional<Tensor> scratch;
   if (const int64_t bytes = chosen->scratch_bytes(params, device); bytes > 0) {
-    scratch = torch::stable::new_empty(args.q, {bytes}, ScalarType::Byte);
+    scratch = new_vector(bytes, aoti_torch_dtype_uint8(), device);
     params.scratch = scratch->mutable_data_ptr();
   }
   reason = chosen->run(params, static_cast<int32_t*>(plan.mutable_data_ptr()), device);

@@ -76,8 +76,8 @@ def ragged_prefill(
         RuntimeError: a wrong dtype, shape, stride or device, or (CPU) impossible ``cu_seqlens``; nothing is written.
         ValueError: a plan made for other heads, dims or mask.
     """
-    if plan is not None and q.ndim == v.ndim == 3:
-        plan._expect(q.shape[1], causal, q.shape[2], v.shape[2])
+    if plan is not None:
+        plan._expect(q.shape, v.shape, causal)
     if accumulate and (out is None or lse is None):
         missing = "out" if out is None else "lse"
         raise ValueError(f"{missing}: expected the running state's tensor with accumulate=True, got None")

@@ -60,10 +60,12 @@ class PrefillPlan:
         rows = self.tensor[_ITEMS_BEGIN:].view(-1, _ITEM_INTS)[: self.num_items].tolist()
         return [WorkItem(*row) for row in rows]
 
-    def _expect(self, num_heads: int, causal: bool, qk_head_dim: int, v_head_dim: int) -> None:
+    def _expect(self, q_shape: torch.Size, v_shape: torch.Size, causal: bool) -> None:
+        if len(q_shape) != 3 or len(v_shape) != 3:
+            return  # for the op to refuse
         nope, rope, v = self.head_dims
         made_for = (self.num_heads, self.causal, nope + rope, v)
-        needed = (num_heads, causal, qk_head_dim, v_head_dim)
+        needed = (q_shape[1], causal, q_shape[2], v_shape[2])
         if made_for != needed:
             raise ValueError(
                 "plan: expected one made for (num_heads, causal, qk_head_dim, v_head_dim) = "

@@ -316,8 +316,9 @@ struct Producer {
     }
     publish(item, 0, {0, kNoMoreTiles, kWhole});
     stamp_end();
-    // The last worker to finish resets the counters, so that the plan serves the next layer.
-    if (leader && atomicAdd(share.finished, 1) == share.num_workers - 1) {
+    // The last worker to finish resets the counters, so that the plan serves the next layer. Where there was nothing to
+    // draw they have not moved, and short items need not wait for this.
+    if (leader && share.first < share.end && atomicAdd(share.finished, 1) == share.num_workers - 1) {
       *share.ticket = 0;
       *share.finished = 0;
     }

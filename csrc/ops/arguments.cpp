@@ -84,7 +84,8 @@ void expect_shape(const Argument& argument, std::initializer_list<int64_t> shape
 }
 
 void expect_unit_last_stride(const Argument& argument) {
-  MLA_EXPECT(argument.stride(-1) == 1 || argument.size(-1) <= 1 || argument.numel() == 0, argument.name,
+  const int64_t last = argument.dim - 1;
+  MLA_EXPECT(argument.stride(last) == 1 || argument.size(last) <= 1 || argument.numel() == 0, argument.name,
              "a last stride of 1", stride_text(argument));
 }
 
@@ -108,7 +109,7 @@ void expect_no_overlap(const Argument& argument) {
 void expect_int32_vector(const Argument& argument, int64_t size, const char* meaning) {
   expect_dtype(argument, ScalarType::Int);
   expect_shape(argument, {size}, meaning);
-  MLA_EXPECT(size <= 1 || argument.stride(0) == 1, argument.name, "a stride of 1", stride_text(argument));
+  MLA_EXPECT(argument.is_dense_vector(), argument.name, "a stride of 1", stride_text(argument));
 }
 
 void expect_cu_seqlens_values(const char* name, const int32_t* cu_seqlens, int64_t batch, int64_t rows,

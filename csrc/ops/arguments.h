@@ -47,10 +47,10 @@ struct Argument {
   ScalarType dtype;
   int32_t device_type, device_index;
 
-  // Of a dimension that it has, counted from the end if it is below 0.
-  int64_t size(int64_t i) const { return sizes[i < 0 ? dim + i : i]; }
-  int64_t stride(int64_t i) const { return strides[i < 0 ? dim + i : i]; }
+  int64_t size(int64_t i) const { return sizes[i]; }
+  int64_t stride(int64_t i) const { return strides[i]; }
   int64_t numel() const;
+  bool is_dense_vector() const { return dim == 1 && (size(0) <= 1 || stride(0) == 1); }
 };
 
 std::string shape_text(const Argument& argument);

@@ -195,7 +195,7 @@ const std::vector<GpuKernel>& kernels_for(const Device& device) {
 
 // ---- The ops --------------------------------------------------------------------------------------------------------
 
-// A vector on the device, past the dispatcher: new_empty takes three times as long.
+// A vector on the device, past the dispatcher, which would take the host longer than the allocation.
 Tensor new_vector(int64_t size, int32_t dtype, const Device& device) {
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;

@@ -113,8 +113,8 @@ PrefillParams check_prefill(const PrefillArguments& args) {
   if (args.plan) {
     const Argument plan("plan", *args.plan);
     expect_dtype(plan, ScalarType::Int);
-    MLA_EXPECT(plan.dim == 1 && (plan.size(0) <= 1 || plan.stride(0) == 1), "plan",
-               "a dense vector made by plan_prefill", text(shape_text(plan), " with ", stride_text(plan)));
+    MLA_EXPECT(plan.is_dense_vector(), "plan", "a dense vector made by plan_prefill",
+               text(shape_text(plan), " with ", stride_text(plan)));
     expect_same_device(plan, q);
   }
 

@@ -21,7 +21,7 @@ Argument::Argument(const char* argument_name, const Tensor& argument) : name(arg
   sizes = all_sizes.data();
   strides = all_strides.data();
   dtype = tensor.scalar_type();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
   device_index = tensor.get_device_index();
 }
 

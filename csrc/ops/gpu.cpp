@@ -199,7 +199,7 @@ const std::vector<GpuKernel>& kernels_for(const Device& device) {
 Tensor new_vector(int64_t size, int32_t dtype, const Device& device) {
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_empty_strided(1, &size, &stride, dtype, aoti_torch_device_type_cuda(), device.index(), &handle));
   return Tensor(handle);
 }

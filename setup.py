@@ -70,13 +70,33 @@ def version() -> str:
 
 
 def sources(*patterns: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+    found = {pattern: sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)) for pattern in patterns}
+    if missing := [pattern for pattern, paths in found.items() if not paths]:
+        raise SystemExit(
+            f"{', '.join(missing)}: expected source files, got none: this copy of the sources is not whole"
+        )
+    return sorted(path for paths in found.values() for path in paths)
+
+
+def expect_shared_runtime(library: Path, linker: list[str]) -> None:
+    """Refuses an op library with a C++ runtime of its own.
+
+    Its refusals are C++ exceptions that torch catches: with a second runtime in the process each would end it. The
+    names of the libraries that a library needs are plain text in it.
+    """
+    if not re.search(rb"\0lib(std)?c\+\+\.so\.", library.read_bytes()):
+        library.unlink()
+        raise SystemExit(
+            "CC, CXX: expected a toolchain that links the shared libstdc++, which torch and the ops must have in "
+            f"common, got {' '.join(linker)}, which put a copy of its own into {library.name}"
+        )
 
 
 cuda = find_cuda()
 rocm = Path(cpp_extension.ROCM_HOME) if torch.version.hip and cpp_extension.ROCM_HOME else None
 backends = chosen_backends(cuda, rocm)
 architectures = cuda_architectures()
+torch_root = Path(torch.__file__).parent
 compile_args = [
     "-std=c++17",
     "-O3",
@@ -84,9 +104,10 @@ compile_args = [
     "-Wall",
     "-Wextra",
     "-fvisibility=hidden",
-    f"-ffile-prefix-map={ROOT.resolve()}=.",  # no path of the build machine in messages
+    # No path of the build machine in messages.
+    f"-ffile-prefix-map={ROOT.resolve()}=.",
+    f"-ffile-prefix-map={torch_root}=torch",
 ]
-torch_root = Path(torch.__file__).parent
 for path in cpp_extension.include_paths():
     compile_args += ["-isystem", path]  # no warnings of torch's headers
 
@@ -196,7 +217,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
     def remove_stale_objects(self) -> None:
         """torch tracks what CUDA sources include only where it was built with CUDA itself, HIP sources' never."""
-        newest = max(header.stat().st_mtime for header in [*ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.cuh")])
+        newest = max(Path(ROOT, header).stat().st_mtime for header in sources("csrc/**/*.h", "csrc/**/*.cuh"))
         for source in sources("csrc/**/*.cu", "csrc/**/*.hip"):
             built = Path(self.build_temp, source).with_suffix(".o")
             if built.exists() and built.stat().st_mtime < newest:
@@ -213,6 +234,8 @@ class BuildExtension(cpp_extension.BuildExtension):
                 depends=extension.depends,
             )
         super().build_extension(extension)
+        if extension.py_limited_api:
+            expect_shared_runtime(Path(self.get_ext_fullpath(extension.name)), self.compiler.linker_so)
 
 
 print(f"mla_prefill {version()}: backends {', '.join(backends)}; torch {torch.__version__}")

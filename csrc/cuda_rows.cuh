@@ -11,7 +11,6 @@
 
 namespace mla_prefill {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float exp2_approx(float x) {

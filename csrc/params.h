@@ -5,6 +5,8 @@
 
 namespace mla_prefill {
 
+constexpr float kLog2E = 1.4426950408889634f;  // from natural exponents to the kernels', whose base is 2
+
 enum class DType : int8_t { kFloat32, kBFloat16, kFloat16, kFloat8E4M3 };
 
 constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat8E4M3 ? 1 : 2; }

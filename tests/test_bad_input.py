@@ -111,6 +111,9 @@ def prefill_arguments(device: str = "cpu") -> Arguments:
     Bad("k_pe", "device", turn("k_pe", to_meta), "'s device", "meta"),
     Bad("scale", "nan", put("scale", NAN), "finite", "nan"),
     Bad("scale", "inf", put("scale", INF), "finite", "inf"),
+    Bad("scale", "inf_as_float32", put("scale", 3.5e38), "finite", r"3.5e\+38"),
+    Bad("scale", "inf_as_float32_below", put("scale", -1e300), "finite", r"-1e\+300"),
+    Bad("scale", "inf_times_log2e", put("scale", 3e38), r"times log2\(e\)", r"3e\+38"),
     Bad("max_seqlen_q", "negative", put("max_seqlen_q", -1), "0 or above", "-1"),
     Bad("max_seqlen_k", "negative", put("max_seqlen_k", -7), "0 or above", "-7"),
     Bad("out", "other_dtype", turn("out", torch.Tensor.float), "bfloat16", "float32"),
@@ -336,6 +339,9 @@ def gather_arguments() -> Arguments:
     Bad("out", "overlapping", turn("out", lambda x: x[:1].expand(7, -1)), "share memory", r"\[0, 1\]"),
     Bad("out", "device", turn("out", to_meta), "'s device", "meta"),
     Bad("layout", "unknown", put("layout", "nhd"), "'auto'", "'nhd'"),
+    Bad("k_scale", "nan", put("k_scale", NAN), "finite as float32", "nan"),
+    Bad("k_scale", "inf", put("k_scale", -INF), "finite as float32", "-inf"),
+    Bad("k_scale", "inf_as_float32", put("k_scale", 1e39), "finite as float32", r"1e\+39"),
 )
 def test_gather_latent(bad: Bad) -> None:
     assert_refused(mla_prefill.gather_latent, gather_arguments(), bad)
@@ -363,6 +369,37 @@ def test_gather_latent_that_allocates(bad: Bad) -> None:
 def test_ragged_prefill_that_allocates(bad: Bad, return_lse: bool, device: str) -> None:
     arguments = {**prefill_arguments(device), "out": None, "lse": None, "return_lse": return_lse}
     assert_refused(mla_prefill.ragged_prefill, arguments, bad)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "names"),
+    [
+        (mla_prefill.ragged_prefill, prefill_arguments, ("q", "k", "v", "k_pe", "out", "lse")),
+        (mla_prefill.merge_states, merge_arguments, ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")),
+        (mla_prefill.gather_latent, gather_arguments, ("cache", "out", "k_scale")),
+    ],
+    ids=["ragged_prefill", "merge_states", "gather_latent"],
+)
+def test_inference_only(function: Callable, make: Callable[[], Arguments], names: tuple[str, ...]) -> None:
+    """As torch's functions with out= do: in grad mode an input that requires a gradient is refused, not cut off."""
+    for name in names:
+
+        def require_grad(arguments: Arguments, name: str = name) -> None:
+            tensor = arguments.get(name)
+            arguments[name] = (torch.ones(()) if tensor is None else tensor).requires_grad_()
+
+        bad = Bad(name, "requires_grad", require_grad, "requires no gradient .*inference only", "requires_grad=True")
+        assert_refused(function, make(), bad)
+        for off in (torch.no_grad, torch.inference_mode):
+            arguments = make()
+            require_grad(arguments)
+            if name == "k_scale":
+                arguments["cache"] = arguments["cache"].to(torch.float8_e4m3fn)
+            with off():
+                function(**arguments)
 
 
 @pytest.mark.parametrize("make", [prefill_arguments, plan_arguments, merge_arguments, gather_arguments])

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kRowsPerBlock = kThreads / kLanes;
-constexpr float kLog2E = 1.4426950408889634f;
 
 struct Weights {
   float a, b;

@@ -69,7 +69,6 @@ MLA_INLINE Floats load_dims(const Element<kType>* head, const Element<kType>* ta
 // Q^T of a strip, whose first row is `row` of the tensor.
 template <DType kType, int kVecs>
 void stage_queries(const PrefillParams& params, int64_t row, int rows, int64_t head, float* q) {
-  constexpr float kLog2E = 1.44269504088896341f;
   const float factor = params.scale * params.q_descale.of(head) * params.k_descale.of(head) * kLog2E;
   for (int v = 0; v < kVecs; ++v) {
     const Element<kType>* src = row_of<kType>(params.q, row + v * kLanes, head);

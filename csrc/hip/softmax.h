@@ -4,10 +4,10 @@
 
 #include "hip/config.h"
 #include "hip/gcn.h"
+#include "params.h"
 
 namespace mla_prefill::hip {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // Hides keys past `last_key`, which counts from the lane's first key of the tile.

@@ -89,7 +89,8 @@ PrefillParams check_prefill(const PrefillArguments& args) {
              shape_text(v));
 
   const Lengths lengths = check_lengths(args.cu_seqlens_q, args.cu_seqlens_k, &q);
-  MLA_EXPECT(std::isfinite(args.scale), "scale", "a finite number", args.scale);
+  MLA_EXPECT(std::isfinite((float)args.scale * kLog2E), "scale", "a finite number that float32 holds times log2(e)",
+             args.scale);
   expect_hint("max_seqlen_q", args.max_seqlen_q);
   expect_hint("max_seqlen_k", args.max_seqlen_k);
 

@@ -15,6 +15,16 @@ def last_entry(cu_seqlens: Tensor) -> int:
     return max(int(cu_seqlens[-1]), 0) if cu_seqlens.ndim == 1 and cu_seqlens.numel() else 0
 
 
+def expect_no_grad(**tensors: object) -> None:
+    """Refuses tensors that require a gradient, in grad mode: the op's result would be silently cut off from them."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name}: expected a tensor that requires no gradient (inference only: no op has one; call it under "
+                "torch.no_grad()), got requires_grad=True"
+            )
+
+
 def expect_one_device(op_name: str) -> Callable[..., None]:
     """A function of the op's arguments that raises where its tensors are on several devices.
 

@@ -1,7 +1,8 @@
 """The ops of the library as Python functions, and their fake implementations for ``torch.compile``.
 
 Each function allocates its outputs and calls ``torch.ops.mla_prefill.*``; all checks and all work are in the op.
-Inference only: no op has a gradient.
+Inference only: no op has a gradient. As torch's own functions with ``out=`` do, these refuse inputs that require one
+while grad mode is on (``torch.no_grad()`` and ``torch.inference_mode()`` turn it off).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_prefill import _library  # noqa: F401  (registers the ops)
-from mla_prefill._host import expect_one_device, last_entry
+from mla_prefill._host import expect_no_grad, expect_one_device, last_entry
 from mla_prefill.plan import PrefillPlan
 
 __all__ = ["gather_latent", "merge_states", "ragged_prefill"]
@@ -55,7 +56,8 @@ def ragged_prefill(
         k: ``[total_k, num_heads, qk_head_dim]``, or ``[total_k, num_heads, qk_nope_head_dim]`` beside ``k_pe``.
         v: ``[total_k, num_heads, v_head_dim]``, usually a slice of the projection's output.
         cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, ascending, on q's device.
-        scale: factor of the logits. It is the caller's: nothing derives it from a head dim (see ``softmax_scale``).
+        scale: factor of the logits, finite as float32 also times log2(e). It is the caller's: nothing derives it from a
+            head dim (see ``softmax_scale``).
         causal: mask aligned bottom-right: row ``i`` sees key ``j`` iff ``j <= i + len_k - len_q``.
         k_pe: ``[total_k, qk_rope_head_dim]`` or ``[total_k, 1, qk_rope_head_dim]``, shared by all heads: the last
             part of each key. Passing it apart spares the concatenation.
@@ -73,9 +75,12 @@ def ragged_prefill(
         scaled logits. A row that sees no key gives out 0 and lse -inf.
 
     Raises:
-        RuntimeError: a wrong dtype, shape, stride or device, or (CPU) impossible ``cu_seqlens``; nothing is written.
+        RuntimeError: a wrong dtype, shape, stride or device, (CPU) impossible ``cu_seqlens``, or an input that requires
+            a gradient in grad mode; nothing is written.
         ValueError: a plan made for other heads, dims or mask.
     """
+    if torch.is_grad_enabled():
+        expect_no_grad(q=q, k=k, v=v, k_pe=k_pe, out=out, lse=lse)
     if plan is not None:
         plan._expect(q.shape, v.shape, causal)
     if accumulate and (out is None or lse is None):
@@ -133,8 +138,11 @@ def merge_states(
         ``(out, lse)``.
 
     Raises:
-        RuntimeError: a wrong dtype, shape, stride or device; nothing is written.
+        RuntimeError: a wrong dtype, shape, stride or device, or an input that requires a gradient in grad mode;
+            nothing is written.
     """
+    if torch.is_grad_enabled():
+        expect_no_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
     if out is None:
         out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
     if lse is None:
@@ -176,8 +184,12 @@ def gather_latent(
         ``out``: the cache's dtype for a plain cache, otherwise bfloat16 unless ``out`` says else.
 
     Raises:
-        RuntimeError: an unsupported pair of layout and dtype, or a wrong shape, stride or device.
+        RuntimeError: an unsupported pair of layout and dtype, a wrong shape, stride or device, or an input that
+            requires a gradient in grad mode.
+        ValueError: a k_scale that is not finite as float32.
     """
+    if torch.is_grad_enabled():
+        expect_no_grad(cache=cache, out=out, k_scale=k_scale)
     if out is None:
         quantized = cache.dtype in (_FP8, torch.uint8)
         packed = quantized and cache.shape[-1] == _DS_MLA_ROW_BYTES and layout in ("auto", "fp8_ds_mla")
@@ -186,6 +198,8 @@ def gather_latent(
             dtype=torch.bfloat16 if quantized else cache.dtype,
         )
     if k_scale is not None and not isinstance(k_scale, Tensor):
+        if not abs(k_scale) <= torch.finfo(torch.float32).max:
+            raise ValueError(f"k_scale: expected a number that is finite as float32, got {k_scale}")
         k_scale = torch.full((), k_scale, dtype=torch.float32, device=cache.device)
     _gather_latent(cache, block_table, cu_seqlens, starts, out, k_scale, layout)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -447,6 +447,28 @@ def test_builders_do_not_touch_each_other() -> None:
     assert prepared[0].chunked_context.workspace.data_ptr() != prepared[1].chunked_context.workspace.data_ptr()
     for step, metadata, expected in zip(steps, prepared, alone, strict=True):
         assert torch.equal(step.run(metadata), expected)
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, [(0, 5), (0, 9)], [(70, 3)], [(0, 0)]], ids=str)
+def test_a_step_that_is_not_the_prepared_one_is_refused(requests: list[tuple[int, int]]) -> None:
+    """The backend has one step's lengths: with another's metadata they would be taken without a word."""
+    model = Model(workspace_rows=64)
+    first, second = start(model, requests), start(model, [(0, 6), (0, 8)])
+    stale, fresh = first.build(), second.build()
+    output = torch.full((len(first.q), model.heads, model.dims[2]), NAN)
+    cache = model.cache.clone()
+    with pytest.raises(ValueError, match=r"metadata: expected the step .* prepared for last .*, got another step"):
+        first.run(stale, output)
+    assert output.isnan().all() and torch.equal(model.cache.isnan(), cache.isnan())
+    second.check(second.run(fresh), passes=1)
+    first.check(first.run(first.build()), passes=7)
+
+
+def test_metadata_that_was_never_prepared_is_refused() -> None:
+    step = start(Model(), [(0, 6)])
+    metadata = replace(step.build(), prefill_backend=step.model.layer.prefill_backend)
+    with pytest.raises(ValueError, match=r"metadata: expected the step .* prepared for last .*, got none"):
+        step.run(metadata)
 
 
 def test_one_plan_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import inspect
+import re
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
+from enum import Enum
+from functools import reduce
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor
 import mla_prefill
 from mla_prefill.backends import MLAPrefillBackend, NativePrefillBackend, SplitKey
 from mla_prefill.backends.sdpa import SdpaPrefillBackend
+from mla_prefill.vllm import plugin
 
 SEVEN = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "vllm_config")
 
@@ -248,3 +255,139 @@ def test_out_is_written_in_place(backend_class: type[MLAPrefillBackend]) -> None
         assert backend.run_prefill_new_tokens(q, q, v, False, out=target) is target
         assert torch.equal(target, expected)
     assert out[..., :3].isnan().all() and out[..., 27:].isnan().all()
+
+
+# ---- a vLLM that is none of these ------------------------------------------------------------------------------------
+
+_PREFILL = "vllm.v1.attention.backends.mla.prefill"
+
+
+class _Registry(ModuleType):
+    """vLLM's, as far as the plugin sees it. What it was told is in ``registered``."""
+
+    def __init__(self) -> None:
+        super().__init__(f"{_PREFILL}.registry")
+        members = {"CUSTOM": None, "FLASH_ATTN": "vllm.flash_attn.FlashAttnPrefillBackend"}
+        self.MLAPrefillBackendEnum = Enum("MLAPrefillBackendEnum", members)
+        self.registered: dict[str, str] = {}
+        self.MLAPrefillBackendEnum.is_overridden = lambda member: member.name in self.registered
+        self.MLAPrefillBackendEnum.get_path = lambda member: self.registered[member.name]
+        self.register_mla_prefill_backend = lambda member, path: self.registered.update({member.name: path})
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> _Registry:
+    """Stand-ins for the two modules of vLLM that the plugin needs; tests take parts away from them."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("backend", "auto", "split_key"):
+        # With raising=False what the test imports is forgotten too.
+        monkeypatch.setitem(sys.modules, f"mla_prefill.vllm.{name}", None)
+        del sys.modules[f"mla_prefill.vllm.{name}"]
+    parts = _PREFILL.split(".")
+    for end in range(1, len(parts) + 1):
+        package = ModuleType(".".join(parts[:end]))
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    base = ModuleType(f"{_PREFILL}.base")
+    base.MLAPrefillBackend = type("MLAPrefillBackend", (), {"clone": lambda self: self})
+    registry = _Registry()
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    monkeypatch.setattr(importlib.metadata, "version", {"vllm": "0.99.1"}.__getitem__)
+    return registry
+
+
+def test_the_stand_in_is_enough(registry: _Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the tests below would show nothing."""
+    monkeypatch.setenv("MLA_PREFILL_VLLM", "auto")
+    plugin.register()
+    assert registry.registered == {"CUSTOM": plugin.BACKEND, "FLASH_ATTN": plugin.DEFAULTS["FLASH_ATTN"]}
+
+
+def take_away(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module and what is in it, or (behind a colon) an attribute of one."""
+    module, _, attribute = path.partition(":")
+    if attribute:
+        *owners, name = attribute.split(".")
+        monkeypatch.delattr(reduce(getattr, owners, sys.modules[module]), name)
+        return
+    for name in list(sys.modules):
+        if name == module or name.startswith(f"{module}."):
+            monkeypatch.setitem(sys.modules, name, None)  # importing it is a ModuleNotFoundError
+
+
+@pytest.mark.parametrize("mode", ["", "auto"])
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("vllm", "ModuleNotFoundError: .*vllm"),
+        (_PREFILL, r"ModuleNotFoundError: .*mla\.prefill"),
+        (f"{_PREFILL}.base", r"ModuleNotFoundError: .*mla\.prefill\.base"),
+        (f"{_PREFILL}.registry", r"ModuleNotFoundError: .*mla\.prefill\.registry"),
+        (f"{_PREFILL}.base:MLAPrefillBackend", "ImportError: cannot import name 'MLAPrefillBackend'"),
+        (f"{_PREFILL}.base:MLAPrefillBackend.clone", "AttributeError: .* has no attribute 'clone'"),
+        (f"{_PREFILL}.registry:MLAPrefillBackendEnum", "ImportError: cannot import name"),
+        (f"{_PREFILL}.registry:MLAPrefillBackendEnum.is_overridden", "AttributeError: .*is_overridden"),
+        (f"{_PREFILL}.registry:register_mla_prefill_backend", "ImportError: cannot import name"),
+    ],
+    ids=lambda value: value.removeprefix(f"{_PREFILL}.") if " " not in value else "",
+)
+def test_another_interface_is_one_warning(
+    path: str,
+    found: str,
+    mode: str,
+    registry: _Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM runs the entry point in every process, whatever the model: an exception would end them all."""
+    take_away(path, monkeypatch)
+    monkeypatch.setenv("MLA_PREFILL_VLLM", mode)
+    plugin.register()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    message = record.getMessage()
+    expected = r"mla_prefill: expected the MLA prefill backends of vLLM 0\.25 to 0\.33, got vLLM 0\.99\.1 "
+    assert re.match(rf"{expected}\({found}.*\): nothing is registered$", message), message
+    assert registry.registered == {}
+
+
+def test_an_unknown_mode_stays_an_error(registry: _Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PREFILL_VLLM", "nonsense")
+    with pytest.raises(ValueError, match="MLA_PREFILL_VLLM: expected auto or custom, got 'nonsense'"):
+        plugin.register()
+    assert registry.registered == {}
+
+
+@pytest.mark.parametrize(
+    "vllm_config", [None, SimpleNamespace(), SimpleNamespace(compilation_config=SimpleNamespace())], ids=str
+)
+def test_a_config_without_layers_leaves_k_in_one_piece(
+    vllm_config: object, registry: _Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step runs all the same: the interface hands over K as a tensor."""
+    backend_class = importlib.import_module("mla_prefill.vllm.backend").NativeMLAPrefillBackend
+    backend = make_backend(backend_class)
+    backend.vllm_config = vllm_config
+    metadata = metadata_of(VERSIONS["0.33.0"], torch.float32)
+    for _ in range(2):
+        backend.prepare_metadata(metadata)
+    assert len(caplog.records) == 1 and "vLLM concatenates K" in caplog.text
+    q, v = torch.randn(50, HEADS, 48), torch.randn(50, HEADS, 24)
+    assert backend.run_prefill_new_tokens(q, q, v, False).isfinite().all()
+
+
+def test_metadata_with_no_more_than_lengths_will_do() -> None:
+    """Fields that are there for speed alone may go: the first layer then makes the plan, of its q."""
+    metadata = metadata_of(VERSIONS["0.33.0"], torch.float32)
+    bare = SimpleNamespace(
+        query_start_loc=metadata.query_start_loc, max_query_len=metadata.max_query_len, chunked_context=None
+    )
+    q, v = torch.randn(50, HEADS, 48), torch.randn(50, HEADS, 24)
+    outs = []
+    for step in (metadata, bare):
+        backend = make_backend(NativePrefillBackend)
+        backend.prepare_metadata(step)
+        outs.append(backend.run_prefill_new_tokens(q, q, v, False))
+    assert torch.equal(*outs)

@@ -90,15 +90,17 @@ class MLAAttention(torch.nn.Module):
             kv_c_normed: [tokens, kv_lora_rank], the normed latent.
             k_pe: [tokens, qk_rope_head_dim] or [tokens, 1, qk_rope_head_dim], rotated.
             kv_cache: [blocks, block_size, kv_lora_rank + qk_rope_head_dim], the latent's dtype.
-            metadata: from a builder of this layer's cache group.
+            metadata: the last that a builder of this layer's cache group has built.
             output: [tokens, num_heads, v_head_dim] to write to, q's dtype.
 
         Returns:
             output, or a new tensor of its shape.
 
         Raises:
-            ValueError: a tensor whose shape or dtype does not fit the layer and the step.
+            ValueError: metadata of a step after which its builder has built another, or a tensor whose shape or dtype
+                does not fit the layer and the step.
         """
+        metadata.prefill_backend.expect_prepared_for(metadata)
         k_pe = k_pe.squeeze(1) if k_pe.ndim == 3 else k_pe
         self._check_inputs(q, kv_c_normed, k_pe, kv_cache, metadata, output)
         if output is None:

@@ -127,7 +127,7 @@ class MLAMetadataBuilder:
         block_table: Tensor,
         slot_mapping: Tensor,
     ) -> PrefillMetadata:
-        """Plans a step and prepares the backend for it.
+        """Plans a step and prepares the backend for it, which from then on refuses the steps built before.
 
         Args:
             query_lens: new tokens of each request, on the host.

@@ -195,3 +195,15 @@ def test_layer_on_a_gpu(heads: int, dtype: torch.dtype, requests: list[tuple[int
         assert isinstance(call.key, SplitKey)
         if call.lse is not None:
             assert_matches_oracle(call.inputs, call.out, call.lse)
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, [(0, 9), (0, 40)]], ids=["context", "no_context"])
+def test_metadata_of_a_step_that_is_over_is_refused(requests: list[tuple[int, int]]) -> None:
+    model = chunked()
+    first, second = Step(model, requests), Step(model, [(0, 6), (0, 8)])
+    second.run(second.build())  # the impls change their class at a builder's first step
+    stale, fresh = first.build(), second.build()
+    with pytest.raises(ValueError, match=r"metadata: expected the step .* prepared for last .*, got another step"):
+        first.run(stale)
+    second.check(second.run(fresh), 1)
+    first.check(first.run(first.build()), PASSES)

@@ -50,6 +50,11 @@ class MLAPrefillSelectorConfig(NamedTuple):
     mla_dimensions: MLADimensions | None = None
 
 
+def asked_of(selector_config: Any) -> tuple[torch.dtype | None, Any]:
+    """dtype and dims of a selector config, of this package or of any vLLM: None where it does not name one."""
+    return getattr(selector_config, "dtype", None), getattr(selector_config, "mla_dimensions", None)
+
+
 def device_capability(device: torch.device | str | None = None) -> Capability:
     """Of a device, the current accelerator if None."""
     kind = torch.device(device).type if device is not None else "cuda"
@@ -152,7 +157,7 @@ class MLAPrefillBackend(ABC):
             device_capability: the accelerator's (major, minor), None for the CPU.
             selector_config: an ``MLAPrefillSelectorConfig``, of this package or vLLM's.
         """
-        dtype, dims = selector_config.dtype, selector_config.mla_dimensions
+        dtype, dims = asked_of(selector_config)
         reasons = []
         if not cls.supports_compute_capability(device_capability):
             got = "no accelerator" if device_capability is None else "{}.{}".format(*device_capability)
@@ -177,8 +182,24 @@ class MLAPrefillBackend(ABC):
     # ---- the work ----------------------------------------------------------------------------------------------------
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        """Called once per step, before the layers run. Everything that they share is computed here."""
+        """Called once per step, before the layers run. Everything that they share is computed here.
+
+        An override calls this one: what it keeps is the step that the backend is prepared for.
+        """
         self._prefill_metadata = prefill_metadata
+
+    def expect_prepared_for(self, prefill_metadata: Any) -> None:
+        """Refuses the metadata of any step but the one prepared last, whose lengths a run would take without a word.
+
+        Raises:
+            ValueError: no step was prepared, or another one after this.
+        """
+        if self._prefill_metadata is not prefill_metadata:
+            got = "none" if self._prefill_metadata is None else "another step prepared after this one"
+            raise ValueError(
+                "metadata: expected the step that its backend was prepared for last "
+                f"(a step runs before its builder builds the next one), got {got}"
+            )
 
     @abstractmethod
     def run_prefill_new_tokens(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_prefill.backends.base import Capability, MLADimensions, SplitKey, is_nvidia
+from mla_prefill.backends.base import Capability, MLADimensions, SplitKey, asked_of, is_nvidia
 from mla_prefill.backends.ragged import RaggedBatch, RaggedPrefillBackend
 from mla_prefill.ops import ragged_prefill
 from mla_prefill.plan import PrefillPlan, plan_prefill
@@ -63,7 +63,7 @@ class NativePrefillBackend(RaggedPrefillBackend):
         if device_capability is None or not cls.supports_compute_capability(device_capability):
             return reasons
         # The CPU's kernel takes every dtype and all dims; a GPU's does not.
-        dtype, dims = selector_config.dtype, selector_config.mla_dimensions
+        dtype, dims = asked_of(selector_config)
         names, problem = _cuda_kernels(tuple(device_capability))
         if not _has_cuda_kernel():
             reasons.append("build: expected one with CUDA kernels, got a build without them, or a torch without CUDA")
@@ -80,7 +80,7 @@ class NativePrefillBackend(RaggedPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         super().prepare_metadata(prefill_metadata)
         self._plans = {}
-        dtype = prefill_metadata.q_data_type
+        dtype = getattr(prefill_metadata, "q_data_type", None)
         for batch in (self._new_tokens, *self._chunks):
             if batch.num_tokens_q is not None and dtype is not None:
                 self._plan(batch, batch.num_tokens_q, dtype)

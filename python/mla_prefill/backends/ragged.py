@@ -111,7 +111,7 @@ class RaggedPrefillBackend(MLAPrefillBackend):
     ) -> None:
         tokens_q, tokens_k = batch.num_tokens_q, batch.num_tokens_k
         heads, nope, rope = self.num_heads, self.qk_nope_head_dim, self.qk_rope_head_dim
-        dtype = self._prefill_metadata.q_data_type or q.dtype
+        dtype = getattr(self._prefill_metadata, "q_data_type", None) or q.dtype
         _expect("q", q, tokens_q, (heads, nope + rope), dtype)
         _expect("v", v, tokens_k, (heads, self.v_head_dim), dtype)
         if isinstance(k, SplitKey):

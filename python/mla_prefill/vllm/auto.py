@@ -20,14 +20,17 @@ from mla_prefill.vllm.backend import NativeMLAPrefillBackend
 
 logger = logging.getLogger(__name__)
 
+_KEYWORDS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "vllm_config")
+
 
 class _InsteadOf(NativeMLAPrefillBackend):
     member: ClassVar[str]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # vLLM passes keywords.
-        reasons = _reasons_against_native(**kwargs)
-        config = kwargs["vllm_config"]
+        # vLLM passes keywords; a version that does not, or has others, keeps its own backend.
+        missing = [name for name in _KEYWORDS if name not in kwargs]
+        reasons = [f"no {', '.join(missing)} came with the layer"] if missing else _reasons_against_native(**kwargs)
+        config = kwargs.get("vllm_config")
         chosen = getattr(getattr(config, "attention_config", None), "mla_prefill_backend", None)
         if getattr(chosen, "name", None) == cls.member:
             reasons.append(f"{cls.member} is configured")

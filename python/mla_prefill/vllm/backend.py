@@ -22,6 +22,6 @@ class NativeMLAPrefillBackend(NativePrefillBackend, MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         if not self._keys_are_split:
             # Not in the constructor: the layer enters the context after it, and other layers later still.
-            hand_over_split_keys(self.vllm_config.compilation_config.static_forward_context)
+            hand_over_split_keys(self.vllm_config)
             self._keys_are_split = True
         super().prepare_metadata(prefill_metadata)

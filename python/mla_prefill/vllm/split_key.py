@@ -6,6 +6,8 @@ answers with a ``SplitKey``, two views and no copy, where the third is a method 
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import cache
@@ -16,8 +18,11 @@ from torch import Tensor
 from mla_prefill.backends.base import SplitKey
 from mla_prefill.backends.native import NativePrefillBackend
 
+logger = logging.getLogger(__name__)
+
 # The steps between the concatenation and the backend. Where an impl has its own, it may read K as a tensor.
 _COMMON_PATH = ("forward_mha", "_compute_prefill_context", "_context_parallel_compute_prefill_context")
+_ARGUMENTS = ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata")  # of the first, before others
 _COMMON_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 
 # Whether the running forward_mha ends in a backend that takes SplitKey. Micro-batches run one impl from two threads.
@@ -44,9 +49,14 @@ def with_split_keys(impl_class: type) -> type:
             *args: Any,
             **kwargs: Any,
         ) -> None:
-            prefill = attn_metadata.prefill
-            quantized = prefill.q_data_type not in (None, q.dtype)  # vLLM then casts K, as a tensor
-            token = _split.set(isinstance(prefill.prefill_backend, NativePrefillBackend) and not quantized)
+            # A later vLLM may lack any of these: then K stays a tensor.
+            prefill = getattr(attn_metadata, "prefill", None)
+            backend = getattr(prefill, "prefill_backend", None)
+            quantized = getattr(prefill, "q_data_type", None) not in (None, q.dtype)  # vLLM then casts K, as a tensor
+            is_native = isinstance(backend, NativePrefillBackend)
+            if is_native:
+                backend.expect_prepared_for(prefill)
+            token = _split.set(is_native and not quantized)
             try:
                 super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
             finally:
@@ -61,8 +71,16 @@ def with_split_keys(impl_class: type) -> type:
     return SplitKeyImpl
 
 
-def hand_over_split_keys(layers: Mapping[str, Any]) -> None:
+def hand_over_split_keys(vllm_config: Any) -> None:
     """Changes the impl of each layer that has the native backend and vLLM's common prefill path. Twice is as once."""
+    layers: Mapping[str, Any] | None = getattr(
+        getattr(vllm_config, "compilation_config", None), "static_forward_context", None
+    )
+    if layers is None:
+        logger.warning(
+            "mla_prefill: expected layers in compilation_config.static_forward_context, got none: vLLM concatenates K"
+        )
+        return
     for layer in layers.values():
         impl = getattr(layer, "impl", None)
         if isinstance(getattr(layer, "prefill_backend", None), NativePrefillBackend) and _has_common_path(type(impl)):
@@ -70,7 +88,7 @@ def hand_over_split_keys(layers: Mapping[str, Any]) -> None:
 
 
 def _has_common_path(impl_class: type) -> bool:
-    return all(
-        getattr(getattr(impl_class, name, None), "__module__", None) == _COMMON_MODULE
-        for name in (*_COMMON_PATH, "_concat_k_nope_k_pe")
-    )
+    steps = [getattr(impl_class, name, None) for name in (*_COMMON_PATH, "_concat_k_nope_k_pe")]
+    if any(getattr(step, "__module__", None) != _COMMON_MODULE for step in steps):
+        return False
+    return list(inspect.signature(steps[0]).parameters)[1 : 1 + len(_ARGUMENTS)] == list(_ARGUMENTS)

@@ -32,9 +32,9 @@ class WorkItem:
     num_splits: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PrefillPlan:
-    """A work list for one set of lengths, on the device of its ``cu_seqlens``.
+    """A work list for one set of lengths, on the device of its ``cu_seqlens``. A plan equals itself alone.
 
     ``tensor`` is int32 ``[2072 + 8 * capacity]``: a header, room for thread blocks to meet, then the items in the order
     in which they start (layout: ``csrc/plan/plan.h``). The other fields say what it was made for.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from mla_prefill import layer as layer_module
 from mla_prefill.backends import native
+from mla_prefill.cli import trace as trace_module
 from mla_prefill.cli.replay import ReplayConfig, replay
 from mla_prefill.cli.scheduler import Scheduler, Step
 from mla_prefill.cli.trace import TRACE_BLOCK, Request, TraceError, read_trace
@@ -27,6 +30,16 @@ def write(path: Path, *lines: object) -> Path:
 
 def record(**changes: object) -> dict[str, object]:
     return {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [7, 8], **changes}
+
+
+def numeral(**field: str) -> str:
+    """A record with a value that is written so."""
+    [(name, text)] = field.items()
+    return json.dumps(record(**{name: "HERE"})).replace('"HERE"', text)
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth > 1 else []
 
 
 def test_trace_is_sorted_by_arrival_and_limited(tmp_path: Path) -> None:
@@ -49,22 +62,83 @@ def test_trace_is_sorted_by_arrival_and_limited(tmp_path: Path) -> None:
     [
         ("{", r":2: expected a JSON object, got '\{'"),
         ("[1, 2]", r":2: expected a JSON object, got \[1, 2\]"),
-        ({"timestamp": 1}, r":2: input_length: expected an integer >= 1, got no such field"),
-        (record(timestamp="now"), r":2: timestamp: expected an integer >= 0, got 'now'"),
-        (record(input_length=0), r":2: input_length: expected an integer >= 1, got 0"),
-        (record(input_length=6.5), r":2: input_length: expected an integer >= 1, got 6.5"),
+        ("[" * 100_000, r":2: expected a JSON object, got '\[+\.\.\.\[+' \(maximum recursion depth"),
+        ('{"a":' * 100_000, r":2: expected a JSON object, got .* \(maximum recursion depth"),
+        ("null", r":2: expected a JSON object, got None$"),
+        ("1" * 5000, r":2: expected a JSON object, got '1+\.\.\.1+'$"),
+        ('{"timestamp": 0\0}', r":2: expected a JSON object, got .*\\x00"),
+        ({"timestamp": 1}, r":2: input_length: expected an integer from 1 to 2147483647, got no such field"),
+        (record(timestamp="now"), r":2: timestamp: expected a finite number >= 0, got 'now'"),
+        (record(timestamp=-0.5), r":2: timestamp: expected a finite number >= 0, got -0.5"),
+        (record(timestamp=math.nan), r":2: timestamp: expected a finite number >= 0, got nan"),
+        (record(timestamp=-math.inf), r":2: timestamp: expected a finite number >= 0, got -inf"),
+        (numeral(timestamp="1e999"), r":2: timestamp: expected a finite number >= 0, got inf"),
+        (record(timestamp=False), r":2: timestamp: expected a finite number >= 0, got False"),
+        (numeral(timestamp="1" * 5000), r":2: timestamp: expected a finite number >= 0, got '1+\.\.\.1+'$"),
+        (record(input_length=0), r":2: input_length: expected an integer from 1 to 2147483647, got 0"),
+        (record(input_length=6.5), r":2: input_length: expected an integer from 1 to 2147483647, got 6.5"),
+        (numeral(input_length="1e3"), r":2: input_length: expected an integer from 1 to 2147483647, got 1000.0"),
+        (record(input_length=10**18), r":2: input_length: expected an integer from 1 to 2147483647, got 10+$"),
+        (numeral(input_length="9" * 4001), r":2: input_length: expected an integer .*, got 9+\.\.\.9+$"),
+        (record(input_length=2**31 - 1), r":2: hash_ids: expected 4194304 ids .*, got 2"),
         (record(output_length=True), r":2: output_length: expected an integer >= 0, got True"),
+        (numeral(output_length="-" + "1" * 5000), r":2: output_length: expected an integer >= 0, got '-1+\.\.\.1+'$"),
         (record(hash_ids=5), r":2: hash_ids: expected a list of integers, got 5"),
         (record(hash_ids=[1, "x"]), r":2: hash_ids: expected a list of integers, got \[1, 'x'\]"),
         (record(hash_ids=[1]), r":2: hash_ids: expected 2 ids \(one per 512 of 600 tokens\), got 1"),
-        (record(hash_ids=["x" * 100]), r"got \['x+\.\.\.$"),
+        (record(hash_ids=["x" * 100]), r"got \['x+\.\.\.x+\.\.\.$"),
+        (record(hash_ids=[1.0, 2]), r":2: hash_ids: expected a list of integers, got \[1.0, 2\]"),
+        (numeral(hash_ids=f"[7, {'1' * 5000}]"), r":2: hash_ids: expected a list of integers, got \[7, '1+"),
+        (record(hash_ids=nested(700)), r":2: hash_ids: expected a list of integers, got \[\[+\.\.\.\]+$"),
     ],
+    ids=lambda value: repr(value)[:80],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: object, message: str) -> None:
     trace = write(tmp_path / "trace.jsonl", record(), line)
     with pytest.raises(TraceError, match=message) as error:
         read_trace(trace)
     assert str(error.value).startswith(str(trace))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\n".join(map(json.dumps, [record()] * 2)).encode("utf-16"),
+        "\n".join(map(json.dumps, [record()] * 2)).encode("utf-16-le"),
+        gzip.compress(json.dumps(record()).encode()),
+        json.dumps(record(note="café"), ensure_ascii=False).encode("latin-1"),
+        b"\0" * 100,
+    ],
+    ids=["utf-16", "utf-16 without a mark", "gzip", "latin-1", "zeros"],
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=r"trace\.jsonl:1: expected a JSON object, got '"):
+        read_trace(path)
+
+
+def test_a_file_without_lines_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "_MAX_LINE", 1000)
+    with pytest.raises(TraceError, match=r"/dev/zero:1: expected at most 1,000 bytes, got a longer line"):
+        read_trace(Path("/dev/zero"))
+
+
+def test_what_published_traces_hold_is_taken(tmp_path: Path) -> None:
+    """A byte order mark, floats for timestamps, any integers for hash ids, other line ends, fields of their own."""
+    lines = [
+        record(timestamp=27.5, output_length=1),
+        record(timestamp=27, output_length=2, hash_ids=[-1, 2**300]),
+        record(timestamp=1e-3, output_length=3, model="é", nested={"a": [1.5, None]}),
+        record(timestamp=27.25, output_length=4, input_length=1, hash_ids=[0]),
+        '{"timestamp": 99, ' + json.dumps(record(timestamp=27.75, output_length=5))[1:],  # the last one counts
+    ]
+    path = write(tmp_path / "trace.jsonl", *lines)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    requests = read_trace(path)
+    assert [request.output_length for request in requests] == [3, 2, 4, 1, 5]
+    assert [request.timestamp for request in requests] == [1e-3, 27, 27.25, 27.5, 27.75]
+    assert replay(requests, ReplayConfig(tp=16, verify=1)).verification.passed
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,16 @@
+"""What the commands say of a value that they can't take."""
+
+from __future__ import annotations
+
+import reprlib
+
+INT32_MAX = 2**31 - 1
+
+_repr = reprlib.Repr()  # bounded, whatever the value nests or holds
+_repr.maxlist = _repr.maxstring = _repr.maxlong = 60
+
+
+def short(value: object) -> str:
+    """The value's repr in at most 60 characters."""
+    text = _repr.repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -131,7 +131,7 @@ def test_plan_draws_any_batch(tmp_path: Path, lengths: str, mask: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("lengths", ["", "abc", "12;13", "3**4", "-5", "8*", "1.5", "100001*1"])
+@pytest.mark.parametrize("lengths", ["", "abc", "12;13", "3**4", "-5", "8*", "1.5", "100001*1", "0*5", "1" * 11])
 def test_plan_names_wrong_lengths(tmp_path: Path, lengths: str) -> None:
     result = run("plan", f"--lengths={lengths}", "--out", tmp_path / "plan.png")
     assert result.exit_code == 2

@@ -408,7 +408,12 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, plant, dtype: 
         ({"model": "gpt-2"}, "model: expected one of"),
         ({"tp": 3}, "tp: expected a divisor of the 16 heads, got 3"),
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float16, float32, got 'int8'"),
-        ({"verify": -1}, "verify: expected at least 0 samples per step, got -1"),
+        ({"device": "foo"}, "device: expected cpu.*, got 'foo'"),
+        ({"device": "meta"}, "device: expected cpu.*, got 'meta'"),
+        ({"device": "cuda:99"}, "device: expected cpu.*, got 'cuda:99'"),
+        ({"device": ""}, "device: expected cpu.*, got ''"),
+        ({"verify": -1}, "verify: expected 0 to 100,000, got -1"),
+        ({"verify": 10**9}, "verify: expected 0 to 100,000, got 1000000000"),
         ({"workspace_rows": 0}, "workspace_rows: expected at least 1, got 0"),
         ({"block_size": 0}, "block_size: expected a divisor of the trace's block of 512, got 0"),
         (
@@ -420,3 +425,23 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, plant, dtype: 
 def test_replay_names_a_wrong_setting(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replay(TINY, ReplayConfig(**{**vars(CONFIG), **change}))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, -(10**30), 10**4000])
+def test_any_integer_is_a_seed(seed: int) -> None:
+    assert replay(TINY, ReplayConfig(**{**vars(CONFIG), "seed": seed, "max_steps": 1})).verification.passed
+
+
+@pytest.mark.parametrize("sizes", [{"cache_tokens": 10**30}, {"workspace_rows": 10**30}, {"budget": 10**30}])
+def test_sizes_beyond_the_trace_cost_nothing(sizes: dict[str, int]) -> None:
+    report = replay(TINY, ReplayConfig(**{**vars(CONFIG), **sizes}))
+    row_bytes = 2 * 576
+    prompts = 512 * sum(len(request.hash_ids) for request in TINY)
+    assert report.cache_bytes == prompts * row_bytes and report.workspace_bytes <= prompts * row_bytes
+    assert report.verification.passed
+
+
+def test_a_block_pool_costs_what_is_used_of_it() -> None:
+    scheduler = Scheduler(TINY, budget=512, block_size=1, cache_tokens=2**50)
+    assert [step.num_tokens for step in scheduler.steps()][:2] == [512, 512]
+    assert scheduler.pool.available == 2**50

@@ -24,7 +24,10 @@ STAGES = ("write_cache", "gather", "projection", "attention")
 
 @contextmanager
 def replay_progress(console: Console, requests: list[Request]) -> Iterator[Callable[[ReplayReport], None]]:
-    """A bar over the prompts' tokens, cached ones included."""
+    """A bar over the prompts' tokens, cached ones included, on a terminal."""
+    if not console.is_terminal:
+        yield lambda report: None
+        return
     progress = Progress(
         TextColumn("[bold]replay[/]"),
         BarColumn(),

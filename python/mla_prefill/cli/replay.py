@@ -9,11 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mla_prefill import reference
+from mla_prefill.cli.checks import expect_between
 from mla_prefill.cli.scheduler import ScheduledRequest, Scheduler, Step
 from mla_prefill.cli.trace import TRACE_BLOCK, Request
 from mla_prefill.forward_context import DeviceConfig, EngineConfig, ModelConfig, StageClock
@@ -26,6 +28,8 @@ LAYER_NAME = "model.layers.0.self_attn"
 # Standard deviation of the queries. With unit keys the logits then spread by 2 to 3, so that attention is neither
 # flat (where a wrong key would not show) nor a copy of one value.
 QUERY_STD = 2.0
+
+_MAX_SAMPLES = 100_000  # per step; each is a row of attention in float64
 
 
 @dataclass(frozen=True)
@@ -139,17 +143,18 @@ class _Engine:
     """One layer with its cache, and what feeds it."""
 
     def __init__(self, requests: list[Request], config: ReplayConfig) -> None:
-        if config.verify < 0:
-            raise ValueError(f"verify: expected at least 0 samples per step, got {config.verify}")
+        expect_between("verify", config.verify, 0, _MAX_SAMPLES)
         self.config = config
         self.shape = get_model(config.model)
         self.heads = self.shape.heads_per_rank(config.tp)
         self.dtype = _dtype(config.dtype)
+        self.device = _device(config.device)
         self.latents = _Latents(self.shape, self.dtype, config.seed)
-        self.random = torch.Generator().manual_seed(config.seed)
+        self.random = torch.Generator().manual_seed(config.seed % 2**63)
 
         prompts = TRACE_BLOCK * sum(len(request.hash_ids) for request in requests)
-        cache_tokens = min(config.cache_tokens, prompts)  # more would never be filled
+        # More than the prompts would never be filled.
+        cache_tokens, workspace_rows = (min(rows, prompts) for rows in (config.cache_tokens, config.workspace_rows))
         self.scheduler = Scheduler(
             requests, budget=config.budget, block_size=config.block_size, cache_tokens=cache_tokens
         )
@@ -158,10 +163,10 @@ class _Engine:
             (self.scheduler.pool.num_blocks, config.block_size, self.shape.latent_dim),
             torch.nan,
             dtype=self.dtype,
-            device=config.device,
+            device=self.device,
         )
         engine_config = EngineConfig(
-            device_config=DeviceConfig(config.device), model_config=ModelConfig(self.dtype, self.shape)
+            device_config=DeviceConfig(self.device), model_config=ModelConfig(self.dtype, self.shape)
         )
         self.layer = self._make_layer(engine_config)
         self.builder = MLAMetadataBuilder(
@@ -169,11 +174,11 @@ class _Engine:
             engine_config,
             block_size=config.block_size,
             dtype=self.dtype,
-            device=config.device,
-            workspace_rows=config.workspace_rows,
+            device=self.device,
+            workspace_rows=workspace_rows,
         )
-        on_host = torch.device(config.device).type == "cpu"
-        self.clock = StageClock() if on_host else StageClock(torch.accelerator.synchronize)
+        on_host = self.device.type == "cpu"
+        self.clock = StageClock() if on_host else StageClock(partial(torch.accelerator.synchronize, self.device))
         self.report = ReplayReport(
             config=config,
             heads=self.heads,
@@ -195,7 +200,7 @@ class _Engine:
             qk_nope_head_dim=shape.qk_nope_head_dim,
             qk_rope_head_dim=shape.qk_rope_head_dim,
             v_head_dim=shape.v_head_dim,
-            kv_b_proj=projection.to(self.config.device, self.dtype),
+            kv_b_proj=projection.to(self.device, self.dtype),
             prefix=LAYER_NAME,
             vllm_config=engine_config,
             rope_scaling=shape.rope_scaling,
@@ -212,8 +217,8 @@ class _Engine:
             ]
         )
         metadata = self._metadata(step)
-        kv_c, k_pe = latent.to(self.config.device).split([self.shape.kv_lora_rank, self.shape.qk_rope_head_dim], dim=1)
-        q_on_device = q.to(self.config.device)
+        kv_c, k_pe = latent.to(self.device).split([self.shape.kv_lora_rank, self.shape.qk_rope_head_dim], dim=1)
+        q_on_device = q.to(self.device)
         begin = time.perf_counter()
         with self.clock.active():
             out = self.layer(q_on_device, kv_c, k_pe, self.cache, metadata)
@@ -320,3 +325,13 @@ def _dtype(name: str) -> torch.dtype:
     if name not in dtypes:
         raise ValueError(f"dtype: expected one of {', '.join(dtypes)}, got {name!r}")
     return dtypes[name]
+
+
+def _device(name: str) -> torch.device:
+    names = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        count = torch.accelerator.device_count()
+        names += [accelerator.type, *(f"{accelerator.type}:{index}" for index in range(count))]
+    if name not in names:
+        raise ValueError(f"device: expected {' or '.join(names)}, got {name!r}")
+    return torch.device(name)

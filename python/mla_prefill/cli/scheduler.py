@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,8 +21,9 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.evictions = 0
-        self._free = deque(range(num_blocks))
-        self._users = [0] * num_blocks
+        self._given_out = 0  # the first block that was never used: a large pool costs what is used of it
+        self._free: deque[int] = deque()
+        self._users: Counter[int] = Counter()
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and not in use, least recently used first
@@ -30,7 +31,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that ``allocate`` could give out."""
-        return len(self._free) + len(self._idle)
+        return self.num_blocks - self._given_out + len(self._free) + len(self._idle)
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -53,7 +54,10 @@ class BlockPool:
         """``count`` pinned blocks, the caller having checked ``available``."""
         blocks = []
         for _ in range(count):
-            if self._free:
+            if self._given_out < self.num_blocks:
+                block = self._given_out
+                self._given_out += 1
+            elif self._free:
                 block = self._free.popleft()
             else:
                 block, _ = self._idle.popitem(last=False)

@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 
-from mla_prefill.plan import WorkItem
+from mla_prefill.cli.checks import expect_between, short
+from mla_prefill.plan import _MIN_TILE_Q, WorkItem
 
 KERNELS = ("cpu", "sm90", "sm80", "hip")
 HEAD_DIMS = (128, 64, 128)
 
-_SEQUENCES = re.compile(r"(?:(?P<count>\d+)\s*[*x]\s*)?(?P<q>\d+)(?:\s*:\s*(?P<kv>\d+))?")
+PICTURES = (".eps", ".jpg", ".pdf", ".png", ".svg", ".webp")
+
+_SEQUENCES = re.compile(r"(?:(?P<count>\d{1,10})\s*[*x]\s*)?(?P<q>\d{1,10})(?:\s*:\s*(?P<kv>\d{1,10}))?")
 _MAX_SEQUENCES = 100_000
+_MAX_TILES = 2_000_000  # query tiles x heads, which bound the items: about a minute and 4 GB
+_MAX_WORKERS = 100_000
 
 _H200_SMS = 132
 _NAMED_SEQUENCES = 10  # up to this many have a colour and a legend entry of their own
@@ -101,13 +106,17 @@ def parse_lengths(text: str) -> list[tuple[int, int]]:
     for entry in text.split(","):
         match = _SEQUENCES.fullmatch(entry.strip())
         if match is None:
-            raise ValueError(f"lengths: expected entries [COUNT*]Q[:KV] such as 4096, 8*512 or 64:8192, got {entry!r}")
+            raise ValueError(
+                f"lengths: expected entries [COUNT*]Q[:KV] such as 4096, 8*512 or 64:8192, got {short(entry)}"
+            )
         q, count = int(match["q"]), int(match["count"] or 1)
         if len(lengths) + count > _MAX_SEQUENCES:
             raise ValueError(
                 f"lengths: expected at most {_MAX_SEQUENCES} sequences, got {len(lengths) + count} or more"
             )
         lengths += [(q, int(match["kv"] or q))] * count
+    if not lengths:
+        raise ValueError(f"lengths: expected at least one sequence, got {short(text)}")
     return lengths
 
 
@@ -156,8 +165,18 @@ def make_schedule(
         workers: SMs or CPU threads; this machine's if not given, an H200's for a GPU kernel on a machine without GPU.
 
     Raises:
-        ValueError: an unknown kernel, the compiled module was not built, or lengths beyond int32.
+        ValueError: an unknown kernel, the compiled module was not built, lengths beyond int32, or more work or workers
+            than can be scheduled.
     """
+    expect_between("heads", heads, 1)
+    if workers is not None:
+        expect_between("sms", workers, 1, _MAX_WORKERS)
+    bounds = bounds_of(lengths)
+    tiles = heads * sum(-(-q // _MIN_TILE_Q) for q, _ in lengths)
+    if tiles > _MAX_TILES:
+        raise ValueError(
+            f"lengths x heads: expected at most {_MAX_TILES:,} query tiles of {_MIN_TILE_Q} rows, got {tiles:,}"
+        )
     binding = _binding()
     kernel = kernel or kernel_here()
     if kernel not in KERNELS:
@@ -177,7 +196,7 @@ def make_schedule(
     lanes, free = config["workers_per_sm"], idle(config["workers_per_sm"], done)
     short_began = False
     scheduled = []
-    for fields in binding.plan_items(*bounds_of(lengths), heads, causal, *HEAD_DIMS, **options):
+    for fields in binding.plan_items(*bounds, heads, causal, *HEAD_DIMS, **options):
         item = WorkItem(*fields)
         is_short = lengths[item.seq][1] <= config["short_keys"]
         if is_short and not short_began:
@@ -207,12 +226,23 @@ def _binding() -> ModuleType:
 # ---- the picture -----------------------------------------------------------------------------------------------------
 
 
+def expect_picture(path: Path) -> None:
+    """Before the work is done.
+
+    Raises:
+        ValueError: a file name whose ending is no picture format, or a file that can't be there.
+    """
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"out: expected a file name that ends in {', '.join(PICTURES)}, got {str(path)!r}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"out: expected a file in a folder that exists, got {str(path)!r}")
+
+
 def draw(schedule: Schedule, path: Path, measured: Schedule | None = None) -> None:
     """Writes the schedule as a picture: a bar per ticket, a row per worker, a colour per sequence; the measured one, if
     there is one, below the modelled.
 
     Raises:
-        ValueError: a file name whose ending is no picture format.
         OSError: the file can't be written.
     """
     from matplotlib import colormaps

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from test_cli import run
-from test_replay import TINY, write
+from test_replay import TINY, record, write
+from test_timeline import measured_of, schedule_of, stamps_of
 from typer.testing import CliRunner
 
+from mla_prefill import cli
 from mla_prefill.cli import app as app_module
-from mla_prefill.cli import doctor, work_list
+from mla_prefill.cli import console as console_module
+from mla_prefill.cli import doctor, output, work_list
+from mla_prefill.cli.console import LiteralConsole, printable
+from mla_prefill.cli.replay import ReplayConfig, ReplayReport
+
+# Markup that opens, closes nothing, or is none; emoji codes; what a terminal would obey.
+ODD = [
+    "run[v2]",
+    "x[/v2]",
+    "[/x]",
+    "[bold]b[/bold]",
+    "[link=a]",
+    "\\[a]",
+    ":smile:",
+    "\x1b[31mred",
+    "two\nlines",
+    "\u202ek",
+]
 
 
 def refused(*arguments: object, **options: Any) -> str:
@@ -22,6 +47,11 @@ def refused(*arguments: object, **options: Any) -> str:
     assert result.exit_code == 2 and result.stdout == "", result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     return result.stderr.strip()
+
+
+def squeezed(text: str) -> str:
+    """Without the spaces and lines that wrapping puts in."""
+    return "".join(text.split())
 
 
 @pytest.fixture
@@ -33,6 +63,184 @@ def trace(tmp_path: Path) -> Path:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture takes half a second."""
     monkeypatch.setattr(work_list, "draw", lambda *arguments: None)
+
+
+# ---- literal text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_argument_is_named_as_it_is(odd: str, trace: Path) -> None:
+    for command in (
+        ("replay", f"{odd}.jsonl"),
+        ("replay", trace, "--model", odd),
+        ("replay", trace, "--dtype", odd),
+        ("replay", trace, "--device", odd),
+        ("plan", "--lengths", odd),
+        ("plan", "--lengths", "5", "--kernel", odd),
+        ("plan", "--lengths", "5", "--out", odd),
+        ("doctor", "--model", odd),
+        ("doctor", "--dtype", odd),
+        ("doctor", "--device", odd),
+    ):
+        assert repr(odd)[1:-1] in refused(*command)
+
+
+@pytest.mark.parametrize("odd", [*ODD, "\udcff"])
+@pytest.mark.usefixtures("undrawn")
+def test_a_file_is_named_as_it_is(odd: str, tmp_path: Path) -> None:
+    folder = tmp_path / odd.replace("/", "")
+    folder.mkdir()
+    trace = write(folder / "t.jsonl", record(), record(output_length=odd))
+    error = refused("replay", trace)
+    assert error.startswith(f"error: {printable(str(trace))}:2: output_length: expected an integer >= 0, got ")
+    assert error.endswith(repr(odd))
+    result = run("plan", "--lengths", "5", "--out", folder / "plan.png")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == f"picture: {printable(str(folder / 'plan.png'))}"
+
+
+@pytest.mark.parametrize("odd", ODD[:-3])
+def test_help_and_usage_errors_are_literal(odd: str) -> None:
+    helped = CliRunner().invoke(app_module.app, ["doctor", "--help"], prog_name=odd)
+    assert helped.exit_code == 0 and f"Usage: {odd} doctor" in helped.stdout
+    for wrong in ([odd], ["doctor", odd], ["doctor", f"--{odd}"]):
+        result = run(*wrong)
+        named = odd.partition("=")[0] if odd.isprintable() else printable(odd)[:4]
+        assert result.exit_code == 2 and named in result.stderr and "\x1b" not in result.stderr
+
+
+def test_every_string_of_a_report_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Device names, processor names, reasons of libraries, what the environment forces: whatever holds them."""
+    strings: list[str] = []
+
+    def spoil(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: spoil(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [spoil(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        strings.append(f"[/x]{len(strings)}:smile:\x1b[2J{value}")
+        return strings[-1]
+
+    report = doctor.examine("deepseek-v3", "float64", "cpu")
+    for kernel in report["kernels"]:  # what is not printed apart
+        kernel.pop("compute_capability", None)
+    output.print_doctor(LiteralConsole(), spoil(report))
+    printed = squeezed(capsys.readouterr().out)
+    assert len(strings) > 30 and not [text for text in strings if squeezed(printable(text)) not in printed]
+
+    output.print_doctor(LiteralConsole(), {**report, "build": None, "build_problem": "[/no] :smile: \x1b[2J"})
+    assert "no build information: [/no] :smile: \\x1b[2J" in capsys.readouterr().out
+
+    config = ReplayConfig(model="[/m]", dtype="[/d]", device="[/e]\n")
+    output.print_replay(LiteralConsole(), ReplayReport(config, heads=1, scale=1.0, threads=1))
+    assert "[/m], tp 1: 1 heads, [/d] on [/e]\\n," in capsys.readouterr().out
+
+
+def test_a_forced_kernel_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has a GPU, which may have any name."""
+    gpu = SimpleNamespace(name="[/gpu]", major=9, minor=0, total_memory=2**37)
+    monkeypatch.setattr(doctor, "_gpus", lambda: [gpu])
+    monkeypatch.setattr(doctor, "_runs_on", lambda *arguments: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    table = [{"backend": "sm90", "dtypes": "bfloat16", "head_dims": "any", "detail": "", "compute_capability": "9.0"}]
+    monkeypatch.setattr(
+        doctor, "import_module", lambda name: SimpleNamespace(build_info=dict, kernel_table=lambda: table)
+    )
+    monkeypatch.setenv("MLA_PREFILL_FORCE", "[/x]:smile:")
+    printed = run("doctor", "--device", "cpu").stdout
+    assert "MLA_PREFILL_FORCE is [/x]:smile:" in printed and "cuda:0: [/gpu], sm_90, 128 GiB" in printed
+
+
+# ---- any encoding, any width -----------------------------------------------------------------------------------------
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, encoding: str, *arguments: object) -> tuple[int, str, str]:
+    """The process's own entry, stdout and stderr being files of an encoding."""
+    files = [io.BytesIO(), io.BytesIO()]
+    stdout, stderr = (io.TextIOWrapper(file, encoding, errors="strict") for file in files)
+    monkeypatch.setattr(sys, "argv", ["mla-prefill", *map(str, arguments)])
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    stdout.flush()
+    stderr.flush()
+    return ended.value.code, *(file.getvalue().decode(encoding) for file in files)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8", "utf-16"])
+def test_any_encoding_is_written(encoding: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trace: Path) -> None:
+    for command in (
+        ["doctor"],
+        ["doctor", "--json"],
+        ["--help"],
+        ["replay", trace, "--tp", 8, "--budget", 512],
+        ["plan", "--lengths", "300,17", "--rows", 1, "--out", tmp_path / "é €.png"],
+    ):
+        code, printed, _ = run_main(monkeypatch, encoding, *command)
+        assert code == 0 and printed
+    stand_ins = {"ascii": "\\xe9 \\u20ac", "latin-1": "é \\u20ac", "cp437": "é \\u20ac"}
+    assert f"{stand_ins.get(encoding, 'é €')}.png" in printed
+    code, _, error = run_main(monkeypatch, encoding, "replay", "é €.jsonl")
+    assert code == 2 and error.count("\n") == 1 and f"'{stand_ins.get(encoding, 'é €')}.jsonl'" in error
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_microseconds_in_ascii(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    schedule = schedule_of()
+    monkeypatch.setattr(app_module.timeline, "measure", lambda schedule: measured_of(schedule, stamps_of(schedule)))
+    lengths = ",".join(f"{q}:{k}" for q, k in schedule.lengths)
+    arguments = ["--heads", 3, "--kernel", "sm90", "--sms", 6, "--measure", "--out", tmp_path / "plan.png"]
+    code, printed, _ = run_main(monkeypatch, "ascii", "plan", "--lengths", lengths, *arguments)
+    assert code == 0
+    assert "start us" in printed and "0.350 us per key tile" in printed and "and 105 more" in printed
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80])
+def test_doctor_cuts_nothing(columns: int) -> None:
+    report = json.loads(run("doctor", "--json").stdout)
+    result = CliRunner().invoke(app_module.app, ["doctor"], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0 and "…" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    printed = squeezed(result.stdout)
+    for row in (*report["kernels"], *report["prefill_backends"]):
+        for text in (row["backend"], *row.get("reasons", [row.get("reason")]), row.get("detail", "")):
+            assert squeezed(text) in printed
+    assert 'register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM,"package.module.Class")' in printed
+
+
+def test_doctor_has_a_row_for_each_kernel() -> None:
+    rows = [
+        {"backend": "cpu", "dtypes": "float32", "detail": "avx2"},
+        {"backend": "cpu", "dtypes": "float32", "detail": "baseline"},
+        {"backend": "sm90", "dtypes": "bfloat16", "detail": "tiles"},
+        {"backend": "sm90", "dtypes": "float16", "detail": "tiles"},
+    ]
+    merged = doctor._kernels(SimpleNamespace(kernel_table=lambda: rows))
+    assert [(row["detail"], row["dtypes"]) for row in merged] == [
+        ("avx2", "float32"), ("baseline", "float32"), ("tiles", "bfloat16, float16"),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_tables_of_numbers_are_whole_at_any_width(trace: Path, tmp_path: Path) -> None:
+    def table(*arguments: object, width: int) -> list[str]:
+        result = CliRunner().invoke(app_module.app, [*map(str, arguments)], env={"COLUMNS": str(width)})
+        assert result.exit_code == 0 and "…" not in result.stdout
+        return [line.rstrip() for line in result.stdout.splitlines() if line[0] in "┃│"]
+
+    plan = ("plan", "--lengths", "64:900000,8*512", "--heads", 16, "--kernel", "sm90", "--out", tmp_path / "plan.png")
+    whole = table(*plan, width=1000)
+    assert len(whole) == 13 and min(map(len, whole)) > 60
+    for columns in (20, 40, 60, 80):
+        assert table(*plan, width=columns) == whole
+        stages = table("replay", trace, "--tp", 8, "--budget", 512, "--max-steps", 1, width=columns)
+        assert [line.split()[1] for line in stages] == ["stage", *output.STAGES]
+        assert all(line[-1] in "┃│" for line in stages)
 
 
 # ---- values out of range ---------------------------------------------------------------------------------------------
@@ -170,3 +378,63 @@ def test_a_bug_stays_a_bug(bug: Exception, trace: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(app_module, "replay", planted)
     assert run("replay", trace).exception is bug
+
+
+def test_an_interrupt_ends_quietly(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app_module, "replay", interrupted)
+    result = run("replay", trace)
+    assert (result.exit_code, result.stdout, result.stderr.strip()) == (130, "", "")
+    monkeypatch.setattr(console_module, "write_any_encoding", interrupted)
+    assert run_main(monkeypatch, "utf-8", "doctor") == (130, "", "")
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, _ = run_main(monkeypatch, "utf-8", "plan", "--lengths", "5", "--out", tmp_path / "plan.png")
+    assert code.startswith("mla-prefill needs the package matplotlib: pip install 'mla-prefill[cli]'")
+
+
+def test_help_that_can_not_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(app_module, "app", full)
+    assert run_main(monkeypatch, "utf-8", "--help") == ("error: [Errno 28] No space left on device", "", "")
+
+
+PROCESSES = """
+import os, sys
+from mla_prefill import cli
+from mla_prefill.cli import app
+for name, *arguments in {scenarios}:
+    if (child := os.fork()) == 0:
+        if name == "unread":
+            reader, stdout = os.pipe()
+            os.close(reader)
+            os.dup2(stdout, 1)
+        elif name == "full":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        sys.argv[1:] = arguments
+        cli.main()
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)
+"""
+
+
+def test_pipes_full_disks_and_locales() -> None:
+    """No traceback, no warning when the interpreter ends; ASCII for an ASCII locale."""
+    scenarios = [("unread", "doctor"), ("full", "doctor", "--json"), ("stdin", "replay", "-"), ("locale", "doctor")]
+    result = subprocess.run(
+        [sys.executable, "-c", PROCESSES.format(scenarios=scenarios)],
+        input=b"\n{\n",
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        check=True,
+    )
+    assert result.stdout.isascii() and b"NATIVE: usable" in result.stdout
+    unread, no_space, full, no_json, *others = result.stderr.decode("ascii").splitlines()
+    assert (unread, no_space, full) == ("unread 1", "error: [Errno 28] No space left on device", "full 2")
+    assert no_json.startswith("error: /dev/stdin:2: expected a JSON object, got '{'")
+    assert others == ["stdin 2", "locale 0"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from mla_prefill.cli import doctor as doctor_report
 from mla_prefill.cli import output, timeline, work_list
 from mla_prefill.cli.checks import expect_between
+from mla_prefill.cli.console import LiteralConsole
 from mla_prefill.cli.replay import ReplayConfig, ReplayReport, replay
 from mla_prefill.cli.trace import Request, read_trace
 from mla_prefill.models import MODELS
@@ -26,16 +26,23 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help and usage errors are plain text
 )
 
-_console = Console()
-_errors = Console(stderr=True)
+_console = LiteralConsole()
+_errors = LiteralConsole(stderr=True)
 
 _DEFAULTS = ReplayConfig()
 
 # 18 steps, 142,000 new tokens, 4.5 TFLOP of attention.
 DEMO_REQUESTS = 40
 DEMO_MAX_LENGTH = 8192
+
+_NEXT = (
+    "Next: mla-prefill replay TRACE --model deepseek-v3 --tp 8    a trace of yours",
+    "      mla-prefill plan --lengths 4096,8*512,64:8192          a schedule, drawn",
+    "      mla-prefill doctor                                     what is built",
+)
 
 _MAX_THREADS = 1024
 _MAX_ROWS = 10_000  # the layout of 1,000 takes a second
@@ -65,7 +72,7 @@ def replay_command(
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a request trace through the whole MLA prefill path and check it.
+    """Run a request trace and check it.
 
     Requests are scheduled into steps (chunked prefill, prefix cache, paged latent cache) and each step runs through
     one attention layer with random weights. Exit status 1: a sampled result missed its tolerance.
@@ -103,13 +110,7 @@ def demo(threads: ThreadsOption = None, as_json: JsonOption = False) -> None:
     sample = resources.files("mla_prefill") / "data" / "mooncake_sample.jsonl"
     with resources.as_file(sample) as path, _user_errors():
         report = _replay(read_trace(path, DEMO_REQUESTS, DEMO_MAX_LENGTH), _DEFAULTS, threads)
-        _finish(
-            report,
-            as_json,
-            "Next: [bold]mla-prefill replay TRACE --model deepseek-v3 --tp 8[/] runs a trace of yours, "
-            "[bold]mla-prefill plan --lengths 4096,8*512,64:8192[/] draws a schedule, "
-            "[bold]mla-prefill doctor[/] shows what is built.",
-        )
+        _finish(report, as_json, _NEXT)
 
 
 @app.command()
@@ -171,12 +172,12 @@ def _replay(requests: list[Request], config: ReplayConfig, threads: int | None) 
         return replay(requests, config, on_step)
 
 
-def _finish(report: ReplayReport, as_json: bool, hint: str = "") -> None:
+def _finish(report: ReplayReport, as_json: bool, hints: Sequence[str] = ()) -> None:
     if as_json:
         typer.echo(json.dumps(output.replay_as_json(report), indent=2, allow_nan=False))
     else:
         output.print_replay(_console, report)
-        if hint:
+        for hint in hints:
             _console.print(hint)
     if not report.verification.passed:
         raise typer.Exit(1)
@@ -197,7 +198,7 @@ def _user_errors() -> Iterator[None]:
         message = f"memory: expected room for {wanted}, got none: smaller sizes need less"
     else:
         return
-    _errors.print(f"[red]error:[/] {message}", highlight=False, soft_wrap=True)
+    _errors.print(_errors.render_str("error:", style="red"), message, soft_wrap=True)
     raise typer.Exit(2)
 
 

@@ -28,6 +28,7 @@ from helpers import (
 
 import mla_prefill
 
+Rounding = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 RAGGED = Case("ragged", (33, 0, 5, 1, 70), (70, 3, 0, 97, 70), 3, True)
 
 
@@ -102,6 +103,36 @@ def test_the_tolerance_notices_faults(fault: tuple[str, Callable[[Inputs], Input
     inputs = make_inputs(Case("fault", (3, 40), (50, 2000), 2, True), dtype)
     faulty = mla_prefill.ragged_prefill(**fault[1](inputs).kwargs(), return_lse=True)
     with pytest.raises(AssertionError, match="error"):
+        assert_matches_oracle(inputs, *faulty)
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).float()
+
+
+def truncated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Toward 0, to the precision of ``dtype``."""
+    dropped = int(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    return (x.contiguous().view(torch.int32) & -dropped).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fault", ["weights", "out"])
+def test_the_tolerance_notices_truncation(fault: str, dtype: torch.dtype) -> None:
+    """Of weights that are summed as they were, as kernels on matrix units compute, and of the result."""
+    inputs = make_inputs(Case("truncation", (100,), (150,), 3, False), dtype)
+    joined = inputs.with_joined_k()
+    q, k, v = (x.float().transpose(0, 1) for x in (joined.q, joined.k, joined.v))
+    logits = inputs.scale * q @ k.transpose(1, 2)
+    weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+
+    def attend(round_weights: Rounding, round_out: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+        out = round_weights(weights, dtype) @ v / weights.sum(dim=-1, keepdim=True)
+        return round_out(out.transpose(0, 1), dtype).to(dtype), torch.logsumexp(logits, dim=-1)
+
+    assert_matches_oracle(inputs, *attend(rounded, rounded))
+    faulty = attend(truncated, rounded) if fault == "weights" else attend(rounded, truncated)
+    with pytest.raises(AssertionError, match="out: mean relative error -"):
         assert_matches_oracle(inputs, *faulty)
 
 

@@ -149,7 +149,7 @@ class PlanArguments(ctypes.Structure):
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MANGLED = {torch.float32: "f", torch.bfloat16: "NS_8BFloat16E", torch.float16: "NS_7Float16E"}  # in kernels' names
 LAYOUTS = {"plain": 0, "fp8_e4m3": 1, "fp8_ds_mla": 2}
-ITEMS_BEGIN = 2072
+PLAN_VERSION, ITEMS_BEGIN = 2, 2072
 PLAN_CONFIGS = {  # plan_config() of csrc/*/config.h
     "hip": PlanConfig(128, 64, -1, 32, 8, 32, 32 << 20, 1),
     "sm90": PlanConfig(128, 64, 128, 128, 2, 8, 32 << 20, 16, 132, 4096),  # with short sequences, and split ones
@@ -327,13 +327,16 @@ def gather_latent(
     layout: str,
     k_scale: Tensor | None = None,
     pack: int,
+    first_block: int = 0,
 ) -> None:
+    """With ``first_block`` the kernel is told of a larger cache, of which this is the part from that block on."""
     device = Device(code)
+    block_table = torch.where(block_table < 0, block_table, block_table + first_block)
     params = GatherParams(
-        cache=device.address(cache),
+        cache=device.address(cache) - first_block * cache.stride(0) * cache.itemsize,
         block_stride=cache.stride(0),
         slot_stride=cache.stride(1),
-        num_blocks=cache.shape[0],
+        num_blocks=first_block + cache.shape[0],
         block_size=cache.shape[1],
         block_table=device.address(block_table),
         block_table_stride=block_table.stride(0),

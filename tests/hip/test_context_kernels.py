@@ -45,8 +45,17 @@ def assert_merges(a: State, b: State, pack: int, arch: str, dtype: torch.dtype) 
 @ARCH
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_merge(arch: str, dtype: torch.dtype) -> None:
+    """Of states anywhere in memory, with the same bits when they are exchanged. Of some tokens one side is so far below
+    the other that it weighs nothing."""
+    a, b = state(dtype, 1), state(dtype, 2)
+    a[1][:, 5] += 400
+    b[1][:, 6] += 400
+    b_head_major = b[0].transpose(0, 1).contiguous().transpose(0, 1), b[1].t().contiguous().t()
     for pack in packs(dtype):
-        assert_merges(state(dtype, 1), state(dtype, 2), pack, arch, dtype)
+        expected = assert_merges(a, b, pack, arch, dtype)
+        got = assert_merges(b_head_major, a, pack, arch, dtype)
+        assert_same_bits(got[0], expected[0])
+        assert_same_bits(got[1], expected[1])
     assert_merges(state(dtype, 1, 33), state(dtype, 2, 33), 1, arch, dtype)
 
 
@@ -56,6 +65,7 @@ def test_merge_with_dead_sides(pack: int) -> None:
     for side, token, mark in ((a, 0, INF), (b, 1, -INF), (a, 2, -INF), (b, 2, INF)):
         side[1][:, token] = mark
         side[0][token] = NAN
+    a[0][1, 0], b[0][0, 0] = -0.0, -0.0
     out, lse = assert_merges(a, b, pack, "gfx942", torch.bfloat16)
     assert_same_bits(out[0], b[0][0])  # the live side as it is
     assert_same_bits(out[1], a[0][1])
@@ -98,21 +108,22 @@ def caches() -> dict[str, tuple[torch.Tensor, list[torch.dtype]]]:
 @ARCH
 @pytest.mark.parametrize("name", list(caches()))
 def test_gather(name: str, arch: str) -> None:
-    """Tokens past their row of the block table or in blocks outside the cache give zeros; other rows stay."""
+    """Tokens past their row of the block table or in blocks outside the cache give zeros; other rows stay. Told of more
+    blocks before those that are there, the kernel reads beyond 2^32 elements."""
     cache, dtypes = caches()[name]
     layout = name if name.startswith("fp8") else "plain"
     table = torch.tensor([[3, 1, 7], [8, 99, -1], [0, 2, 4]], dtype=torch.int32)
-    bounds, starts = int32([2, 9, 9, 18]), int32([3, 5, 1])
-    bounds[2] = 11  # two tokens of request 1: one in block 99, which is not there
+    bounds = int32([2, 9, 11, 18])
+    starts = int32([8, 7, 1])  # to past the row of request 0, in blocks 99 and -1, inside the row of request 2
     k_scale = torch.tensor([0.75]) if layout == "fp8_e4m3" else None
     for dtype in dtypes:
-        for pack in (8, 1):
+        for pack, first_block in ((8, 0), (1, 4_000_000)):
             out = torch.full((20, 576), 5.0, dtype=dtype)
             expected = out.clone()
-            arguments = {"layout": layout, "k_scale": k_scale, "out": expected}
-            mla_prefill.gather_latent(cache, table, bounds, starts, **arguments)
-            code = code_object("gather", arch)
-            gather_latent(code, cache, table, bounds, starts, out, layout=layout, k_scale=k_scale, pack=pack)
+            options = {"layout": layout, "k_scale": k_scale}
+            mla_prefill.gather_latent(cache, table, bounds, starts, out=expected, **options)
+            options |= {"pack": pack, "first_block": first_block}
+            gather_latent(code_object("gather", arch), cache, table, bounds, starts, out, **options)
             assert_same_bits(out, expected)
 
 
@@ -130,8 +141,19 @@ def test_gather_of_many_requests() -> None:
     assert_same_bits(out, expected)
 
 
+def test_gather_before_the_row_of_the_block_table() -> None:
+    """On a device neither starts can be checked before the launch,"""
+    cache = torch.ones(2, 4, 576, dtype=torch.bfloat16)
+    out = torch.full((3, 576), 5.0, dtype=torch.bfloat16)
+    table = torch.tensor([[0, 1]], dtype=torch.int32)
+    gather_latent(
+        code_object("gather", "gfx942"), cache, table, int32([0, 3]), int32([-2]), out, layout="plain", pack=8
+    )
+    assert out[:, 0].tolist() == [0, 0, 1]
+
+
 def test_gather_never_writes_past_out() -> None:
-    """cu_seqlens on a device can't be checked before the launch."""
+    """nor cu_seqlens."""
     cache = torch.ones(2, 4, 576, dtype=torch.bfloat16)
     out = embed((3, 576), torch.bfloat16)
     bounds, starts = int32([0, 6]), int32([0])

@@ -133,18 +133,21 @@ def with_even_strides(values: Tensor, layout: str) -> Tensor:
     return view.copy_(values)
 
 
-def test_outputs_in_any_layout() -> None:
+@pytest.mark.parametrize("first_row", [0, 40_000_000], ids=["near", "far"])
+def test_outputs_in_any_layout(first_row: int) -> None:
+    """Both reach beyond 2^31 elements where they begin that many rows before."""
     inputs = make_inputs(replace(SMALL, num_heads=2), BF16)
     expected = run(inputs)
     out = torch.full((inputs.q.shape[0], 3, 140), NAN, dtype=BF16)[:, :2, :128]
-    lse = torch.full((inputs.q.shape[0], 5), NAN).t()[:2]
+    lse = torch.full((inputs.q.shape[0], 60), NAN).t()[:2]
     plan = plan_tensor(plan_items(inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist(), 2, True, *MLA, "hip"))
     arguments = {name: value for name, value in inputs.kwargs().items() if not name.endswith("descale")}
-    ragged_prefill(code_object("prefill_bf16", "gfx942"), **arguments, plan=plan, out=out, lse=lse)
+    arguments |= {"plan": plan, "first_row": first_row}
+    ragged_prefill(code_object("prefill_bf16", "gfx942"), **arguments, out=out, lse=lse)
     assert_same_bits(out, expected.out)
     assert_same_bits(lse, expected.lse)
     out.fill_(NAN)
-    ragged_prefill(code_object("prefill_bf16", "gfx942"), **arguments, plan=plan, out=out, lse=None)
+    ragged_prefill(code_object("prefill_bf16", "gfx942"), **arguments, out=out, lse=None)
     assert_same_bits(out, expected.out)
 
 
@@ -252,11 +255,24 @@ def test_dead_state_is_replaced(mark: float) -> None:
     assert_same(run(inputs, state=dead), expected)
 
 
+@pytest.mark.parametrize("apart", [300.0, -300.0])
+def test_a_state_that_weighs_nothing_changes_nothing(apart: float) -> None:
+    """Weights relative to the larger lse stay finite."""
+    inputs = make_inputs(SMALL, BF16)
+    own = run(inputs)
+    state = torch.randn(inputs.out_shape).to(BF16), own.lse + apart
+    got = run(inputs, state=state)
+    expected_out, expected_lse = state if apart > 0 else (own.out, own.lse)
+    assert_same_bits(got.out, expected_out)
+    assert_same_bits(got.lse, expected_lse)
+
+
 def test_rows_without_keys_leave_a_live_state() -> None:
     """And make a dead one (0, -inf). Sequence 0 has no keys; of sequence 1 the causal mask hides all from some rows."""
     inputs = make_inputs(Case("no_keys", (5, 40), (0, 9), 2, True), BF16)
     out, lse = torch.randn(inputs.out_shape).to(BF16), torch.randn(inputs.lse_shape)
-    lse[:, 2] = INF
+    out[0, 0] = -0.0
+    lse[0, 2], lse[1, 2] = INF, -INF
     out[2] = NAN
     got = run(inputs, state=(out, lse))
     kept = [0, 1, 3, 4, *range(5, 36)]

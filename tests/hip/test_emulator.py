@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from gfx9 import EmulatorError, matrix, memory, scalar, vector
-from gfx9.code_object import Instruction
+from gfx9 import Emulator, EmulatorError, matrix, memory, scalar, vector
+from gfx9.code_object import Instruction, Kernel
 from gfx9.issue_cycles import cost
 from gfx9.operands import Operand, parse
 from gfx9.wave import EXEC, VCC, Wave
@@ -57,8 +57,11 @@ def execute(wave: Wave, name: str, text: str, arch: str = "gfx942", mem: memory.
         action = scalar.decode(Instruction(0x100, 4, name, text, 5), operands)
     if action is None:
         raise EmulatorError(f"{name}: not modelled")
-    with np.errstate(all="ignore"):
-        return action(wave)
+    try:
+        with np.errstate(all="ignore"):
+            return action(wave)
+    finally:
+        wave.wait(vmcnt=0, lgkmcnt=0)
 
 
 # ---- vector ALU ------------------------------------------------------------------------------------------------------
@@ -486,22 +489,116 @@ def test_shared_access_is_checked(address: int, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("first", "second", "races"),
-    [("write", "read", True), ("read", "write", True), ("write", "write", True), ("read", "read", False)],
+    [
+        ("write", "read", True),
+        ("read", "write", True),
+        ("write", "write", True),
+        ("read", "read", False),
+        ("update", "read", True),
+        ("read", "update", True),
+        ("update", "write", True),
+        ("write", "update", True),
+        ("update", "update", False),
+    ],
 )
 def test_races_between_waves(first: str, second: str, races: bool) -> None:
     shared = memory.SharedMemory(512)
     waves = [Wave(index, 64, 0, shared) for index in range(2)]
-    text = {"write": "v1, v2", "read": "v2, v1"}
+    instructions = {
+        "write": ("ds_write_b32", "v1, v2"),
+        "read": ("ds_read_b32", "v2, v1"),
+        "update": ("ds_add_u32", "v1, v2"),
+    }
     for wave in waves:
         wave.vector[1] = np.arange(64) * 4
-    execute(waves[0], f"ds_{first}_b32", text[first])
-    execute(waves[0], f"ds_{first}_b32", text[first])  # a wave does not race with itself
+    execute(waves[0], *instructions[first])
+    execute(waves[0], *instructions[first])  # a wave does not race with itself
     if races:
-        with pytest.raises(EmulatorError, match="race"):
-            execute(waves[1], f"ds_{second}_b32", text[second])
-    for wave in waves:
-        wave.epoch += 1  # a barrier
-    execute(waves[1], f"ds_{second}_b32", text[second])
+        with pytest.raises(EmulatorError, match=f"race: a {second.upper()}"):
+            execute(waves[1], *instructions[second])
+    shared.pass_barrier(waves)
+    execute(waves[1], *instructions[second])
+
+
+# ---- waits -----------------------------------------------------------------------------------------------------------
+
+
+class Listing:
+    """In the place of a code object, a kernel of these lines. It finds the address of 16 bytes in s[0:1], its thread in
+    v0, the address of a dword of its own and of one of the other wave in v1 and v2, and 0 in v3."""
+
+    arch = "gfx942"
+
+    def __init__(self, *lines: str) -> None:
+        before = ("v_lshlrev_b32_e32 v1, 2, v0", "v_xor_b32_e32 v2, 0x100, v1", "v_mov_b32_e32 v3, 0")
+        parts = [line.partition(" ") for line in (*before, *lines, "s_endpgm")]
+        self.instructions = {4 * i: Instruction(4 * i, 4, name, text, 0) for i, (name, _, text) in enumerate(parts)}
+
+    def kernel(self, name: str) -> Kernel:
+        return Kernel(0, 512, 0, 16, 2, 0, (False, False, False))
+
+    def run(self) -> None:
+        for wave_order in range(3):
+            Emulator(self, wave_order=wave_order).launch("listing", 1, 128, bytes(16))
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [("ds_write_b32 v1, v0", "ds_read_b32 v4, v2"), ("ds_read_b32 v4, v1", "ds_write_b32 v2, v0")],
+    ids=["write", "read"],
+)
+def test_what_a_barrier_separates_must_be_waited_for(before: str, behind: str) -> None:
+    Listing(before, "s_waitcnt lgkmcnt(0)", "s_barrier", behind).run()
+    Listing(before, "s_barrier", "s_waitcnt lgkmcnt(0)", "s_barrier", behind).run()
+    for lines in (
+        (before, "s_barrier", behind),
+        (before, "s_waitcnt vmcnt(0)", "s_barrier", behind),
+        (before, "s_waitcnt lgkmcnt(1)", "s_barrier", behind),
+        (before, "s_barrier", "s_waitcnt lgkmcnt(0)", behind),
+    ):
+        with pytest.raises(EmulatorError, match="shared memory race"):
+            Listing(*lines).run()
+
+
+VECTOR = "global_load_dword v4, v3, s[0:1]"
+SHARED = "ds_read2_b32 v[4:5], v3 offset1:1"
+SCALAR = "s_load_dword s4, s[0:1], 0x0"
+
+
+@pytest.mark.parametrize(
+    ("lines", "fine"),
+    [
+        ([VECTOR, "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v5, v4"], True),
+        ([VECTOR, "s_waitcnt vmcnt(1)", "v_mov_b32_e32 v5, v4"], False),
+        ([VECTOR, "s_waitcnt lgkmcnt(0)", "v_mov_b32_e32 v5, v4"], False),
+        ([VECTOR, "v_mov_b32_e32 v4, 0"], False),
+        ([VECTOR, "v_pk_add_f32 v[6:7], v[4:5], v[4:5]"], False),
+        ([VECTOR, "global_store_dword v3, v4, s[0:1]"], False),
+        # In order, stores among them.
+        ([VECTOR, "global_store_dword v3, v0, s[0:1]", "s_waitcnt vmcnt(1)", "v_mov_b32_e32 v5, v4"], True),
+        (["global_atomic_add v4, v3, v3, s[0:1] sc0", "v_mov_b32_e32 v5, v4"], False),
+        (["global_atomic_add v3, v3, s[0:1]", "v_mov_b32_e32 v5, v3"], True),
+        ([VECTOR, VECTOR], True),
+        ([VECTOR, SHARED], False),
+        ([VECTOR, "s_waitcnt vmcnt(0)", SHARED], True),
+        ([SHARED, "s_waitcnt lgkmcnt(0)", "v_mov_b32_e32 v6, v5"], True),
+        ([SHARED, "v_mov_b32_e32 v6, v5"], False),
+        ([SHARED, "ds_bpermute_b32 v6, v1, v2", "s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v7, v5"], True),
+        ([SHARED, "ds_bpermute_b32 v6, v1, v2", "s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v7, v6"], False),
+        ([SCALAR, "s_waitcnt lgkmcnt(0)", "s_mov_b32 s5, s4"], True),
+        ([SCALAR, "s_mov_b32 s5, s4"], False),
+        # In any order among each other and the others.
+        ([SCALAR, "s_load_dword s6, s[0:1], 0x4", "s_waitcnt lgkmcnt(1)", "s_mov_b32 s5, s4"], False),
+        ([SHARED, SCALAR, "s_waitcnt lgkmcnt(1)", "v_mov_b32_e32 v6, v5"], False),
+    ],
+)
+def test_registers_must_be_waited_for(lines: list[str], fine: bool) -> None:
+    kernel = Listing(*lines)
+    if fine:
+        kernel.run()
+    else:
+        with pytest.raises(EmulatorError, match="touches a register before the wait"):
+            kernel.run()
 
 
 # ---- what is not known -----------------------------------------------------------------------------------------------

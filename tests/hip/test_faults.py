@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 from cases import MLA, Case
 from gfx9 import CodeObject, EmulatorError
 from helpers import NAN, assert_matches_oracle, make_inputs
-from kernels import OBJDUMP, ROOT, compile_kernels, plan_tensor, ragged_prefill
+from kernels import OBJDUMP, ROOT, code_object, compile_kernels, plan_tensor, ragged_prefill
 
 from mla_prefill._C import plan_items
 
 pytestmark = pytest.mark.usefixtures("toolchain")
+
+PREFILL = {torch.bfloat16: "prefill_bf16", torch.float16: "prefill_fp16"}
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Fault:
     after: str
     caught_by: type[Exception]
     message: str | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         return self.name
@@ -45,6 +50,14 @@ FAULTS = (
         "kernel.h",
         "loader.store();\n      sync_block();",
         "loader.store();",
+        EmulatorError,
+        "shared memory race",
+    ),
+    Fault(
+        "no_wait_for_a_tile_before_the_barrier",
+        "gcn.h",
+        '__builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup", "local");',
+        "",
         EmulatorError,
         "shared memory race",
     ),
@@ -119,13 +132,44 @@ FAULTS = (
 )
 
 
-def attend(csrc: Path, folder: Path) -> None:
-    """A ragged batch with two heads, of large logits in the second call, against the oracle."""
-    code = CodeObject(compile_kernels("prefill_bf16", "gfx942", folder / "kernels.co", csrc), OBJDUMP)
+def truncate(values: str, mask: str) -> str:
+    return f"__builtin_bit_cast(f32x2, __builtin_bit_cast(u32x2, {values}) & {mask})"
+
+
+NO_BIAS = "out: mean relative error -"
+STORED = "*to = {pack<T>(low), pack<T>(high)};"
+ROUNDING_FAULTS = (
+    Fault("weights_bf16", "gcn.h", " + 0x8000u", "", AssertionError, NO_BIAS),
+    Fault(
+        "weights_fp16",
+        "gcn.h",
+        "return pack<T>(values);",
+        f"return pack<T>({truncate('values', '0xffffe000u')});",
+        AssertionError,
+        NO_BIAS,
+        torch.float16,
+    ),
+    *(
+        Fault(
+            f"results_{name}",
+            "epilogue.h",
+            STORED,
+            f"low = {truncate('low', mask)}, high = {truncate('high', mask)}; {STORED}",
+            AssertionError,
+            NO_BIAS,
+            dtype,
+        )
+        for name, mask, dtype in (("bf16", "0xffff0000u", torch.bfloat16), ("fp16", "0xffffe000u", torch.float16))
+    ),
+)
+
+
+def attend(code: CodeObject, dtype: torch.dtype = torch.bfloat16, num_heads: int = 2) -> None:
+    """A ragged batch, of large logits in the second call, against the oracle."""
     for scale in (None, 40.0):
         inputs = make_inputs(
-            Case("faults", (45, 3, 1), (109, 33, 1), 2, True),
-            torch.bfloat16,
+            Case("faults", (45, 3, 1), (109, 33, 1), num_heads, True),
+            dtype,
             layout="projection",
             after=40,
             scale=scale,
@@ -134,25 +178,54 @@ def attend(csrc: Path, folder: Path) -> None:
         row, key = (part.start for part in inputs.bounds()[2])
         inputs.k[key] = -inputs.q[row, :, :128]  # the only logit is far below 0
         bounds = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-        out = torch.full(inputs.out_shape, NAN, dtype=torch.bfloat16)
+        out = torch.full(inputs.out_shape, NAN, dtype=dtype)
         lse = torch.full(inputs.lse_shape, NAN)
         arguments = {name: value for name, value in inputs.kwargs().items() if not name.endswith("descale")}
-        plan = plan_tensor(plan_items(*bounds, 2, True, *MLA, "hip"))
+        plan = plan_tensor(plan_items(*bounds, num_heads, True, *MLA, "hip"))
         ragged_prefill(code, **arguments, plan=plan, out=out, lse=lse, wave_order=1)
         assert_matches_oracle(inputs, out, lse)
 
 
-def test_the_kernel_as_it_is(tmp_path: Path) -> None:
-    attend(ROOT / "csrc", tmp_path)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
-    csrc = tmp_path / "csrc"
+def with_fault(fault: Fault, folder: Path) -> CodeObject:
+    csrc = folder / "csrc"
     shutil.copytree(ROOT / "csrc", csrc)
     file = csrc / "hip" / fault.file
     source = file.read_text()
     assert source.count(fault.before) >= 1, "the source changed: plant the fault anew"
     file.write_text(source.replace(fault.before, fault.after))
+    return CodeObject(compile_kernels(PREFILL[fault.dtype], "gfx942", folder / "kernels.co", csrc), OBJDUMP)
+
+
+@pytest.mark.parametrize("num_heads", [2, 6])
+def test_the_kernel_as_it_is(num_heads: int, dtype: torch.dtype) -> None:
+    attend(code_object(PREFILL[dtype], "gfx942"), dtype, num_heads)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_planted_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
+    code = with_fault(fault, tmp_path)
     with pytest.raises(fault.caught_by, match=fault.message):
-        attend(csrc, tmp_path)
+        attend(code)
+
+
+@pytest.mark.parametrize("fault", ROUNDING_FAULTS, ids=str)
+def test_truncation_is_caught(fault: Fault, tmp_path: Path) -> None:
+    """In the mean of more rows: no single error is too large."""
+    code = with_fault(fault, tmp_path)
+    with pytest.raises(fault.caught_by, match=fault.message):
+        attend(code, fault.dtype, num_heads=6)
+
+
+@pytest.mark.parametrize("counter", ["vmcnt", "lgkmcnt"])
+def test_missing_waits_are_caught(counter: str) -> None:
+    """The compiler places them, so they are taken out of the machine code."""
+    code = copy.copy(code_object("prefill_bf16", "gfx942"))
+    waits = re.compile(rf"{counter}\(\d+\) ?")
+    code.instructions = {
+        address: replace(instruction, operands=waits.sub("", instruction.operands) or "expcnt(0)")
+        if instruction.name == "s_waitcnt"
+        else instruction
+        for address, instruction in code.instructions.items()
+    }
+    with pytest.raises(EmulatorError, match="before the wait"):
+        attend(code)

@@ -6,11 +6,13 @@ never a guess. While it runs it checks that
 
 - global accesses stay inside the buffers that were uploaded (each lies amid memory that belongs to nobody),
 - accesses to shared memory stay in range and aligned,
-- no two waves touch the same dword of shared memory between two barriers where one of them writes it.
+- no two waves touch the same dword of shared memory between two barriers where one of them writes it,
+- an access to shared memory that the wave has not waited for at a barrier counts behind it, too,
+- no instruction touches a register between a load into it and the s_waitcnt that covers that load.
 
 Waves may be run in any order, so that a result that depends on it shows. What it does not model: time, caches, the
-waits and hazards that the compiler has to insert, the last bit of the transcendental instructions (correctly rounded
-here, one ulp on hardware), and what the memory system may reorder between blocks.
+hazards that the compiler has to fill with s_nop, the last bit of the transcendental instructions (correctly rounded
+here, one ulp on hardware), and what the memory system may reorder between waves and blocks.
 
     emulator = Emulator(CodeObject(path))
     address = emulator.memory.upload(array)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import random
 import re
 from collections import Counter
@@ -16,6 +18,7 @@ from gfx9.wave import LANES, Action, Stop, Wave
 
 # Caches, priorities and clocks: nothing that changes a result here.
 WITHOUT_EFFECT = {"s_nop", "s_setprio", "s_sleep", "buffer_inv", "buffer_wbl2", "buffer_wbinvl1", "buffer_wbinvl1_vol"}
+STOPS = {"s_barrier": Stop.BARRIER, "s_endpgm": Stop.END}
 
 
 class Emulator:
@@ -28,7 +31,7 @@ class Emulator:
         self.executed: Counter[str] = Counter()  # instructions by name, one per wave
         # Of every vector memory instruction that was waited for: the MFMA instructions in between.
         self.waited: list[tuple[str, int]] = []
-        self._decoded: dict[int, tuple[Action, Instruction]] = {}
+        self._decoded: dict[int, tuple[Action, Instruction, int]] = {}
 
     def launch(self, name: str, num_blocks: int, threads: int, arguments: bytes) -> None:
         """A grid of ``num_blocks`` blocks, one after the other. ``arguments`` is the kernel argument segment."""
@@ -59,15 +62,17 @@ class Emulator:
             waiting = []
             for wave in self.random.sample(running, len(running)):
                 if self._run_until_stop(wave, block) is Stop.BARRIER:
-                    wave.epoch += 1
                     waiting.append(wave)
+            shared.pass_barrier(waiting)
             running = waiting
 
     def _run_until_stop(self, wave: Wave, block: int) -> Stop:
         while True:
-            action, instruction = self._decode(wave.address)
+            action, instruction, registers = self._decode(wave.address)
             self.executed[instruction.name] += 1
             try:
+                if wave.in_flight & registers:  # beforehand, for speed
+                    wave.require_loaded(registers)
                 outcome = action(wave)
             except EmulatorError as error:
                 raise EmulatorError(f"{instruction} (block {block}, wave {wave.index}): {error}") from None
@@ -82,53 +87,52 @@ class Emulator:
         for address in self.code.instructions:
             self._decode(address)
 
-    def _decode(self, address: int) -> tuple[Action, Instruction]:
+    def _decode(self, address: int) -> tuple[Action, Instruction, int]:
+        """The third is the registers that it needs."""
         decoded = self._decoded.get(address)
         if decoded is None:
             instruction = self.code.instructions.get(address)
             if instruction is None:
                 raise EmulatorError(f"{address:#x} is not the address of an instruction")
             try:
-                action = self._action_of(instruction)
+                action, registers = self._action_of(instruction)
             except EmulatorError as error:
                 raise EmulatorError(f"{instruction}: {error}") from None
             if action is None:
                 raise EmulatorError(f"{instruction}: not modelled")
-            decoded = self._decoded[address] = (action, instruction)
+            decoded = self._decoded[address] = (action, instruction, registers)
         return decoded
 
-    def _action_of(self, instruction: Instruction) -> Action | None:
+    def _action_of(self, instruction: Instruction) -> tuple[Action | None, int]:
         name = instruction.name
         if name in WITHOUT_EFFECT:
-            return lambda w: None
-        if name == "s_barrier":
-            return lambda w: Stop.BARRIER
-        if name == "s_endpgm":
-            return lambda w: Stop.END
+            return lambda w: None, 0
+        if name in STOPS:
+            return lambda w: STOPS[name], 0
         if name == "s_waitcnt":
-            return self._wait(instruction.operands)
+            return self._wait(instruction.operands), 0
+        if name.startswith(("s_branch", "s_cbranch")):  # the target is in the instruction word
+            return scalar.decode(instruction, []), 0
         texts, modifiers = parse(instruction.operands)
-        if name.startswith(("s_branch", "s_cbranch")):
-            texts = []  # the target is in the instruction word
         operands = [Operand(text) for text in texts]
         if name.startswith("v_mfma"):
-            return matrix.decode(name, operands, modifiers, self.code.arch)
-        if name.startswith("v_"):
-            return vector.decode(name, operands, modifiers)
-        if name.startswith(("s_load", "ds_", "global_", "buffer_")):
-            return memory.decode(name, operands, modifiers, self.memory)
-        return scalar.decode(instruction, operands)
+            action = matrix.decode(name, operands, modifiers, self.code.arch)
+        elif name.startswith("v_"):
+            action = vector.decode(name, operands, modifiers)
+        elif name.startswith(("s_load", "ds_", "global_", "buffer_")):
+            action = memory.decode(name, operands, modifiers, self.memory)
+        else:
+            action = scalar.decode(instruction, operands)
+        needed = operands[1:] if memory.is_load(name, modifiers) else operands
+        return action, functools.reduce(operator.or_, (operand.registers for operand in needed), 0)
 
-    def _wait(self, operands: str) -> Action:
-        """Values are there at once; only how far ahead of their use they were asked for is noted."""
-        match = re.search(r"vmcnt\((\d+)\)", operands)
-        if match is None:
-            return lambda w: None
-        allowed = int(match[1])
+    def _wait(self, operands: str) -> Action | None:
+        allowed = {name: int(count) for name, count in re.findall(r"(\w+)\((\d+)\)", operands)}
+        if not allowed or set(allowed) - {"vmcnt", "lgkmcnt", "expcnt"}:
+            return None
 
         def execute(w: Wave) -> None:
-            while len(w.in_flight) > allowed:
-                issued, steps = w.in_flight.pop(0)
-                self.waited.append((issued, w.matrix_steps - steps))
+            for issued in w.wait(allowed.get("vmcnt"), allowed.get("lgkmcnt")):
+                self.waited.append((issued.name, w.matrix_steps - issued.matrix_steps))
 
         return execute

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 
 from gfx9.errors import EmulatorError
 from gfx9.operands import Kind, Operand, signed32
-from gfx9.wave import LANES, Action, Wave
+from gfx9.wave import LANES, VCC, Action, Wave
 
 U32, U64 = np.uint32, np.uint64
 DWORDS = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4}
@@ -56,8 +58,24 @@ class GlobalMemory:
         return offsets
 
 
+class Access(Enum):
+    """What waves do with a dword of shared memory; the value is the place of their bits, one per wave."""
+
+    READ = 0
+    WRITE = 16
+    UPDATE = 32  # atomic
+
+
+RACES = {
+    Access.READ: (Access.WRITE, Access.UPDATE),
+    Access.WRITE: (Access.READ, Access.WRITE, Access.UPDATE),
+    Access.UPDATE: (Access.READ, Access.WRITE),
+}
+WAVES = 0xFFFF
+
+
 class SharedMemory:
-    """LDS of one block. In one epoch, between barriers, a dword that one wave writes must not be touched by another."""
+    """LDS of one block. Between two barriers, a dword that one wave writes must not be touched by another."""
 
     FILL = 0xCC
 
@@ -65,39 +83,49 @@ class SharedMemory:
         size = max((size + 511) // 512 * 512, 512)  # in these units it is allocated
         self.bytes = np.full(size, self.FILL, np.uint8)
         self.words = self.bytes.view(U32)
-        self.written_in, self.written_by = np.full(size // 4, -1), np.zeros(size // 4, int)
-        self.read_in, self.read_by = np.full(size // 4, -1), np.zeros(size // 4, int)  # read_by: a bit per wave
+        self.touched_by = np.zeros(size // 4, np.int64)  # since the last barrier, see Access
 
-    def check(self, w: Wave, addresses: np.ndarray, size: int, alignment: int, *, reads: bool, writes: bool) -> None:
+    def check(self, w: Wave, addresses: np.ndarray, size: int, alignment: int, access: Access) -> None:
         if addresses.size == 0:
             return
         if addresses.min() < 0 or addresses.max() + size > self.bytes.size:
             raise EmulatorError("shared memory: address out of range")
         if (addresses % alignment).any():
             raise EmulatorError(f"shared memory: address that is not a multiple of {alignment}")
-        for word in range(size // 4):
-            self._check_race(w, (addresses >> 2) + word, reads=reads, writes=writes)
+        words = (addresses[:, None] >> 2) + np.arange(size // 4)
+        touched_by, others = self.touched_by[words], WAVES & ~(1 << w.index)
+        if (touched_by & sum(others << other.value for other in RACES[access])).any():
+            raise EmulatorError(
+                f"shared memory race: a {access.name} of what another wave touched since the last barrier, or before "
+                "it without waiting"
+            )
+        me = 1 << w.index << access.value
+        self.touched_by[words] = touched_by | me
+        w.shared_memory[-1].touched.append((words, me))
 
-    def _check_race(self, w: Wave, words: np.ndarray, *, reads: bool, writes: bool) -> None:
-        me = 1 << w.index
-        if ((self.written_in[words] == w.epoch) & (self.written_by[words] != w.index)).any():
-            raise EmulatorError("shared memory race: another wave wrote this dword since the last barrier")
-        if writes:
-            if ((self.read_in[words] == w.epoch) & (self.read_by[words] & ~me != 0)).any():
-                raise EmulatorError("shared memory race: another wave read this dword since the last barrier")
-            self.written_in[words], self.written_by[words] = w.epoch, w.index
-        if reads:
-            self.read_by[words] = np.where(self.read_in[words] == w.epoch, self.read_by[words], 0) | me
-            self.read_in[words] = w.epoch
+    def pass_barrier(self, waves: Sequence[Wave]) -> None:
+        """What a wave did not wait for may happen behind the barrier too."""
+        self.touched_by.fill(0)
+        for wave in waves:
+            for issued in wave.shared_memory:
+                for words, bit in issued.touched:
+                    self.touched_by[words] |= bit
+
+
+def is_load(name: str, modifiers: dict[str, str]) -> bool:
+    """Whether the first operand is what the instruction loads. An atomic's modifier is gfx942's or gfx90a's."""
+    returns = "sc0" in modifiers or "glc" in modifiers
+    return bool(re.match(r"s_load|ds_read|ds_bpermute|(global|buffer)_load", name)) or ("_atomic_" in name and returns)
 
 
 def decode(name: str, operands: list[Operand], modifiers: dict[str, str], memory: GlobalMemory) -> Action | None:
-    if name.startswith("s_load_dword"):
-        return scalar_load(name, operands, modifiers, memory)
-    if name.startswith("ds_"):
-        return shared_access(name, operands, modifiers)
+    """Values are there at once, but the registers that they are in must not be touched before they were waited for."""
     access = None
-    if name.startswith("buffer_"):
+    if name.startswith("s_load_dword"):
+        access = scalar_load(name, operands, modifiers, memory)
+    elif name.startswith("ds_"):
+        access = shared_access(name, operands, modifiers)
+    elif name.startswith("buffer_"):
         access = buffer_access(name, operands, modifiers, memory)
     elif name.startswith("global_atomic_add"):
         access = global_atomic_add(operands, modifiers, memory)
@@ -105,17 +133,21 @@ def decode(name: str, operands: list[Operand], modifiers: dict[str, str], memory
         access = global_access(name, operands, modifiers, memory)
     if access is None:
         return None
+    registers = operands[0].registers if is_load(name, modifiers) else 0
+    counter = {"s": "scalar_loads", "d": "shared_memory"}.get(name[0], "vector_memory")
 
-    def counted(w: Wave) -> None:
-        w.in_flight.append((name, w.matrix_steps))
+    def issue(w: Wave) -> None:
+        w.issue(getattr(w, counter), name, registers)
         access(w)
 
-    return counted
+    return issue
 
 
-def scalar_load(name: str, operands: list[Operand], modifiers: dict[str, str], memory: GlobalMemory) -> Action:
+def scalar_load(name: str, operands: list[Operand], modifiers: dict[str, str], memory: GlobalMemory) -> Action | None:
     count = int(name.removeprefix("s_load_dword").removeprefix("x") or 1)
     to, base, offset = operands
+    if to.index >= VCC:  # what branches read without naming it
+        return None
 
     def execute(w: Wave) -> None:
         address = w.scalar64(base) + w.scalar32(offset) + int(modifiers.get("offset", "0"), 0)
@@ -173,8 +205,8 @@ def global_access(name: str, operands: list[Operand], modifiers: dict[str, str],
 def global_atomic_add(operands: list[Operand], modifiers: dict[str, str], memory: GlobalMemory) -> Action | None:
     if set(modifiers) - {"offset", "sc0", "sc1", "glc"}:
         return None
-    returns = "sc0" in modifiers or "glc" in modifiers  # gfx942's and gfx90a's name for it
     offset = int(modifiers.get("offset", "0"), 0)
+    returns = is_load("global_atomic_add", modifiers)
     to, (address, data, base) = (operands[0], operands[1:]) if returns else (None, operands)
 
     def execute(w: Wave) -> None:
@@ -257,7 +289,7 @@ def shared_access(name: str, operands: list[Operand], modifiers: dict[str, str])
         for part, (operand, first) in zip(offsets, data, strict=False):
             addresses = (base + U32(part)).astype(np.int64)  # wraps: a base may lie below 0
             # Wide accesses need multiples of eight bytes at least.
-            w.shared.check(w, addresses, size, min(size, 8), reads=reads, writes=not reads)
+            w.shared.check(w, addresses, size, min(size, 8), Access.READ if reads else Access.WRITE)
             at = addresses >> 2
             for k in range(count):
                 if reads:
@@ -275,7 +307,7 @@ def shared_atomic(name: str, operands: list[Operand], offset: int) -> Action:
 
     def execute(w: Wave) -> None:
         addresses = (w.lanes(address)[w.active] + U32(offset)).astype(np.int64)
-        w.shared.check(w, addresses, 4, 4, reads=False, writes=False)
+        w.shared.check(w, addresses, 4, 4, Access.UPDATE)
         for word, value in zip(addresses >> 2, w.lanes(data)[w.active], strict=True):
             w.shared.words[word] = combine(int(w.shared.words[word]), int(value)) & 0xFFFFFFFF
 

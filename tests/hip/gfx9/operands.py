@@ -12,6 +12,7 @@ from gfx9.errors import EmulatorError
 
 MASK32 = 0xFFFFFFFF
 ACCUMULATORS = 256  # AGPR n is register 256 + n of the unified file
+VECTOR_REGISTERS = 512
 SPECIAL_SGPRS = {"vcc": 106, "vcc_lo": 106, "vcc_hi": 107, "m0": 124, "exec": 126, "exec_lo": 126, "exec_hi": 127}
 INVERSE_TWO_PI = 0x3E22F983
 
@@ -24,7 +25,7 @@ class Kind(Enum):
 
 
 class Operand:
-    """A register (``index``, of the first where it is a group) or a constant (``value``), and its modifiers."""
+    """A group of ``count`` registers from ``index`` on or a constant (``value``), and its modifiers."""
 
     def __init__(self, text: str) -> None:
         self.negate = text.startswith("-") and not re.match(r"-[\d.]", text)
@@ -33,18 +34,26 @@ class Operand:
         text = text.strip("|")
         self.sign_extend = text.startswith("sext(")  # of a part of a register
         text = text.removeprefix("sext(").removesuffix(")")
-        self.index = self.value = 0
-        register = re.fullmatch(r"([vas])(\d+)", text) or re.fullmatch(r"([vas])\[(\d+):\d+\]", text)
+        self.index = self.value = self.count = 0
+        register = re.fullmatch(r"([vas])(\d+)()", text) or re.fullmatch(r"([vas])\[(\d+):(\d+)\]", text)
         if register:
             self.kind = Kind.SCALAR if register[1] == "s" else Kind.VECTOR
             self.index = int(register[2]) + (ACCUMULATORS if register[1] == "a" else 0)
+            self.count = int(register[3] or register[2]) - int(register[2]) + 1
         elif text in SPECIAL_SGPRS:
             self.kind, self.index = Kind.SCALAR, SPECIAL_SGPRS[text]
+            self.count = 2 if text in ("vcc", "exec") else 1
         elif text == "off":
             self.kind = Kind.OFF
         else:
             self.kind, self.value = Kind.CONSTANT, constant(text)
         self.lanes = np.array([self.value & MASK32], np.uint32)  # of a constant, one for all lanes
+
+    @property
+    def registers(self) -> int:
+        """One bit per register of the group, scalar ones above the vector ones."""
+        first = self.index + (VECTOR_REGISTERS if self.kind is Kind.SCALAR else 0)
+        return ((1 << self.count) - 1) << first
 
 
 def constant(text: str) -> int:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gfx9.operands import MASK32, SPECIAL_SGPRS, Kind, Operand
+from gfx9.errors import EmulatorError
+from gfx9.operands import MASK32, SPECIAL_SGPRS, VECTOR_REGISTERS, Kind, Operand
 
 if TYPE_CHECKING:
     from gfx9.memory import SharedMemory
@@ -24,6 +28,20 @@ class Stop(Enum):
 
     BARRIER = "barrier"
     END = "end"
+
+
+@dataclass
+class Issued:
+    """A memory instruction that no s_waitcnt has covered yet."""
+
+    name: str
+    registers: int  # that it loads, see Operand.registers
+    matrix_steps: int  # of the wave when it was issued
+    touched: list[tuple[np.ndarray, int]] = field(default_factory=list)  # dwords of shared memory, and as what
+
+
+def sum_of_registers(instructions: Iterable[Issued]) -> int:
+    return functools.reduce(operator.or_, (issued.registers for issued in instructions), 0)
 
 
 # An executed instruction says where to go on: nowhere special (None), at an address, or not at all for now.
@@ -51,18 +69,48 @@ class Wave:
         self.index = index
         self.shared = shared
         self.address = entry
-        self.vector = np.full((512, LANES), UNINITIALISED, np.uint32)
+        self.vector = np.full((VECTOR_REGISTERS, LANES), UNINITIALISED, np.uint32)
         self.scalar = [0] * 128
         self.scc = 0
-        self.epoch = 0  # barriers passed
         self.matrix_steps = 0  # MFMA instructions executed
-        self.in_flight: list[tuple[str, int]] = []  # vector memory instructions and matrix_steps then, oldest first
+        self.vector_memory: list[Issued] = []  # counted by vmcnt, oldest first
+        self.shared_memory: list[Issued] = []  # counted by lgkmcnt, oldest first
+        self.scalar_loads: list[Issued] = []  # counted by lgkmcnt too, but they may finish in any order
+        self.in_flight = 0  # registers that all of them load
         self.set_exec((1 << lanes) - 1)
 
     def set_exec(self, bits: int) -> None:
         self.scalar[EXEC], self.scalar[EXEC + 1] = bits & MASK32, bits >> 32
         self.active = bits_to_mask(bits)
         self.all_active = bool(self.active.all())
+
+    # ---- memory instructions in flight
+
+    def issue(self, queue: list[Issued], name: str, registers: int) -> None:
+        if self.in_flight & registers:
+            # Vector memory answers in order: a later load may go to the registers of an earlier one that nobody used.
+            earlier = sum_of_registers(queue) if queue is self.vector_memory else 0
+            self.require_loaded(registers & ~earlier)
+        queue.append(Issued(name, registers, self.matrix_steps))
+        self.in_flight |= registers
+
+    def require_loaded(self, registers: int) -> None:
+        if self.in_flight & registers:
+            raise EmulatorError("touches a register before the wait for what is loaded into it")
+
+    def wait(self, vmcnt: int | None, lgkmcnt: int | None) -> list[Issued]:
+        """Vector memory instructions that are done from here on. None: no wait for instructions of this kind."""
+        done: list[Issued] = []
+        if vmcnt is not None:
+            left = max(len(self.vector_memory) - vmcnt, 0)
+            done, self.vector_memory = self.vector_memory[:left], self.vector_memory[left:]
+        if lgkmcnt is not None:
+            # Of those allowed to be left, all may be of shared memory.
+            del self.shared_memory[: max(len(self.shared_memory) - lgkmcnt, 0)]
+            if lgkmcnt == 0:
+                self.scalar_loads.clear()
+        self.in_flight = sum_of_registers([*self.vector_memory, *self.shared_memory, *self.scalar_loads])
+        return done
 
     # ---- scalar registers
 

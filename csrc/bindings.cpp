@@ -52,37 +52,31 @@ py::list kernel_table() {
     table.append(row);
   }
   if (is_built("sm90")) {
-    for (const char* dtype : {"bfloat16", "float16"}) {
-      py::dict row;
-      row["backend"] = "sm90";
-      row["dtypes"] = dtype;
-      row["head_dims"] = "(128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256)";
-      row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys; of 128 x 80 for dims of 256";
-      row["compute_capability"] = "9.0";  // whether such a device is there is torch's to say
-      table.append(row);
-    }
+    py::dict row;
+    row["backend"] = "sm90";
+    row["dtypes"] = "bfloat16, float16";
+    row["head_dims"] = "(128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256)";
+    row["detail"] = "tiles of 128 x 128, and of 64 x 64 for sequences of up to 128 keys; of 128 x 80 for dims of 256";
+    row["compute_capability"] = "9.0";  // whether such a device is there is torch's to say
+    table.append(row);
   }
   if (is_built("sm80")) {
-    for (const char* dtype : {"bfloat16", "float16"}) {
-      py::dict row;
-      row["backend"] = "sm80";
-      row["dtypes"] = dtype;
-      row["head_dims"] = "multiples of 8 up to 256";
-      row["detail"] = "tiles of 64 or 128 x 48 or 64";
-      row["compute_capability"] = cuda::capabilities_of(MLA_PREFILL_CUDA_ARCHS);
-      table.append(row);
-    }
+    py::dict row;
+    row["backend"] = "sm80";
+    row["dtypes"] = "bfloat16, float16";
+    row["head_dims"] = "multiples of 8 up to 256";
+    row["detail"] = "tiles of 64 or 128 x 48 or 64";
+    row["compute_capability"] = cuda::capabilities_of(MLA_PREFILL_CUDA_ARCHS);
+    table.append(row);
   }
   if (is_built("hip")) {
-    for (const char* dtype : {"bfloat16", "float16"}) {
-      py::dict row;
-      row["backend"] = "hip";
-      row["dtypes"] = dtype;
-      row["head_dims"] = "(128, 64, 128)";
-      row["detail"] = "tiles of 128 x 32; emulated, not run on hardware";
-      row["gcn_architectures"] = "gfx90a, gfx942, gfx950";  // whether such a device is there is torch's to say
-      table.append(row);
-    }
+    py::dict row;
+    row["backend"] = "hip";
+    row["dtypes"] = "bfloat16, float16";
+    row["head_dims"] = "(128, 64, 128)";
+    row["detail"] = "tiles of 128 x 32; emulated, not run on hardware";
+    row["gcn_architectures"] = "gfx90a, gfx942, gfx950";  // whether such a device is there is torch's to say
+    table.append(row);
   }
   return table;
 }

@@ -35,7 +35,7 @@ def examine(model: str | None = None, dtype: str = "bfloat16", device: str | Non
         "build_problem": problem,
         "ops": [name for name in OPS if hasattr(torch.ops.mla_prefill, name)],
         "devices": _devices(),
-        "kernels": [_with_verdict(row, module) for row in _kernels(module)] if module else [],
+        "kernels": [_with_verdict(row, module) for row in module.kernel_table()] if module else [],
         "forced_kernel": os.environ.get("MLA_PREFILL_FORCE") or None,
         **backends,
     }
@@ -74,17 +74,6 @@ def _compiled_module() -> tuple[ModuleType | None, str | None]:
         return import_module("mla_prefill._C"), None
     except ImportError as error:
         return None, f"expected the compiled module mla_prefill._C, got {error}"
-
-
-def _kernels(module: ModuleType) -> list[dict[str, Any]]:
-    """The compiled kernels, one row for all dtypes of each."""
-    rows: list[dict[str, Any]] = []
-    for row in module.kernel_table():
-        if rows and {**rows[-1], "dtypes": row["dtypes"]} == row:
-            rows[-1]["dtypes"] += f", {row['dtypes']}"
-        else:
-            rows.append(row)
-    return rows
 
 
 def _with_verdict(row: dict[str, Any], module: ModuleType) -> dict[str, Any]:
